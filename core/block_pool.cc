@@ -70,7 +70,9 @@ void BlockPool::settle() {
   releasing_.clear();
 }
 
-std::uint32_t BlockPool::references(BlockId block) const { return checked_at(references_, block.value()); }
+std::uint32_t BlockPool::references(BlockId block) const {
+  return checked_at(references_, block.value());
+}
 
 std::optional<std::string> BlockPool::audit() const {
   std::vector<bool> listed(references_.size(), false);
@@ -86,9 +88,15 @@ std::optional<std::string> BlockPool::audit() const {
       }
     }
   }
-  for (std::size_t i = 0; i < references_.size(); ++i) {
-    if (!listed[i] && references_[i] == 0) {
+  for (std::uint32_t i = 0; i < references_.size(); ++i) {
+    if (listed[i]) {
+      continue;
+    }
+    if (references_[i] == 0) {
       return "block " + std::to_string(i) + " is lost: neither listed nor referenced";
+    }
+    if (ledger_.state_of(BlockId{i}) != BlockState::kHeld) {
+      return "block " + std::to_string(i) + " is referenced but held by nobody";
     }
   }
   return std::nullopt;

@@ -26,14 +26,14 @@ class BlockTables {
   // `rows` sequences of at most `width` blocks.
   BlockTables(std::int64_t rows, BlockCount width);
 
-  // A row of length 0. There must be a free one.
+  // A row of length 0. There must be a free one. All that follows is for rows taken.
   TableRow take_row();
   // Gives a row back; its length must be 0.
   void give_back(TableRow row);
   std::int64_t free_rows() const noexcept { return static_cast<std::int64_t>(free_rows_.size()); }
 
   void append(TableRow row, BlockId block);
-  // Forgets the row's blocks.
+  // Forgets the row's blocks. What lies in the row stays: a kernel may still be reading it.
   void clear(TableRow row);
   BlockCount length(TableRow row) const;
   BlockId at(TableRow row, std::int64_t index) const;
@@ -44,9 +44,14 @@ class BlockTables {
   BlockCount width() const noexcept { return width_; }
 
  private:
+  static constexpr std::int64_t kFree = -1;
+
+  std::int64_t& taken(TableRow row);
+  std::int64_t taken(TableRow row) const;
+
   BlockCount width_;
   std::vector<std::int32_t> entries_;
-  std::vector<std::int64_t> lengths_;
+  std::vector<std::int64_t> lengths_;  // kFree for a row that nobody has
   std::vector<TableRow> free_rows_;
 };
 

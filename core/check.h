@@ -52,21 +52,20 @@ std::string check_value(const T& value) {
 }  // namespace internal
 }  // namespace kvledger
 
-#define KVL_CHECK(condition)                                                        \
-  (static_cast<bool>(condition)                                                     \
-       ? static_cast<void>(0)                                                       \
+#define KVL_CHECK(condition)    \
+  (static_cast<bool>(condition) \
+       ? static_cast<void>(0)   \
        : ::kvledger::internal::check_failed(__FILE__, __LINE__, #condition, std::string()))
 
-#define KVL_CHECK_COMPARE(left, op, right)                                              \
-  do {                                                                                  \
-    const auto& kvl_left = (left);                                                      \
-    const auto& kvl_right = (right);                                                    \
-    if (!(kvl_left op kvl_right)) [[unlikely]] {                                        \
-      ::kvledger::internal::check_failed(                                               \
-          __FILE__, __LINE__, #left " " #op " " #right,                                 \
-          ::kvledger::internal::check_value(kvl_left) + " vs " +                        \
-              ::kvledger::internal::check_value(kvl_right));                            \
-    }                                                                                   \
+#define KVL_CHECK_COMPARE(left, op, right)                                                      \
+  do {                                                                                          \
+    const auto& kvl_left = (left);                                                              \
+    const auto& kvl_right = (right);                                                            \
+    if (!(kvl_left op kvl_right)) [[unlikely]] {                                                \
+      ::kvledger::internal::check_failed(__FILE__, __LINE__, #left " " #op " " #right,          \
+                                         ::kvledger::internal::check_value(kvl_left) + " vs " + \
+                                             ::kvledger::internal::check_value(kvl_right));     \
+    }                                                                                           \
   } while (false)
 
 #define KVL_CHECK_EQ(left, right) KVL_CHECK_COMPARE(left, ==, right)

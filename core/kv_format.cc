@@ -26,7 +26,9 @@ const FormatTraits& traits(KvFormat format) noexcept {
 
 }  // namespace
 
-std::string_view name(KvFormat format) noexcept { return traits(format).name; }
+std::string_view name(KvFormat format) noexcept {
+  return traits(format).name;
+}
 
 std::optional<KvFormat> kv_format_named(std::string_view text) noexcept {
   for (const KvFormat format : kKvFormats) {
@@ -70,9 +72,9 @@ ByteCount KvLayout::token_bytes(KvFormat format) const noexcept {
                    traits(format).element_bytes};
 }
 
-BlockCount KvLayout::blocks_for(TokenCount tokens, KvFormat format) const noexcept {
+BlockCount KvLayout::blocks_for(std::int64_t tokens, KvFormat format) const noexcept {
   const std::int64_t slots = slots_per_block(format);
-  return BlockCount{(tokens.value() + slots - 1) / slots};
+  return BlockCount{(tokens + slots - 1) / slots};
 }
 
 }  // namespace kvledger

@@ -91,7 +91,7 @@ class KvLayout {
   // Bytes that a token's keys and values occupy in all layers and heads, without padding.
   ByteCount token_bytes(KvFormat format) const noexcept;
   // Blocks that hold `tokens` tokens.
-  BlockCount blocks_for(TokenCount tokens, KvFormat format) const noexcept;
+  BlockCount blocks_for(std::int64_t tokens, KvFormat format) const noexcept;
 
  private:
   KvGeometry geometry_;

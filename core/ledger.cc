@@ -45,7 +45,9 @@ Ledger::Ledger(BlockCount total, Nanoseconds now)
   at(BlockState::kFree).post(total, now);
 }
 
-void Ledger::advance(Nanoseconds now) noexcept { now_ = std::max(now_, now); }
+void Ledger::advance(Nanoseconds now) noexcept {
+  now_ = std::max(now_, now);
+}
 
 RequestAccount Ledger::open(TenantId id) {
   if (closed_.empty()) {
@@ -120,7 +122,9 @@ Balances Ledger::balances() const noexcept {
   return balances;
 }
 
-BlockCount Ledger::held_by(RequestAccount account) const { return request(account).held.balance; }
+BlockCount Ledger::held_by(RequestAccount account) const {
+  return request(account).held.balance;
+}
 
 BlockCount Ledger::reserved_by(RequestAccount account) const {
   return request(account).reserved.balance;
@@ -144,7 +148,14 @@ std::vector<TenantId> Ledger::tenants() const {
   return ids;
 }
 
-BlockState Ledger::state_of(BlockId block) const { return checked_at(owners_, block.value()).state; }
+BlockState Ledger::state_of(BlockId block) const {
+  return checked_at(owners_, block.value()).state;
+}
+
+std::optional<RequestAccount> Ledger::holder_of(BlockId block) const {
+  const Owner& owner = checked_at(owners_, block.value());
+  return owner.state == BlockState::kHeld ? std::optional(owner.account) : std::nullopt;
+}
 
 Ledger::Request& Ledger::request(RequestAccount account) {
   Request& found = checked_at(requests_, account.value());

@@ -109,6 +109,8 @@ class Ledger {
   TenantStatement statement(TenantId tenant) const;
   std::vector<TenantId> tenants() const;
   BlockState state_of(BlockId block) const;
+  // The account that holds the block; nothing if it is not held.
+  std::optional<RequestAccount> holder_of(BlockId block) const;
 
   // Recomputes every balance and integral from the blocks and the open accounts, and says what
   // disagrees; nothing if the books are right. O(blocks + accounts).

@@ -28,7 +28,9 @@ Reservation& Reservation::operator=(Reservation&& other) {
   return *this;
 }
 
-Reservation::~Reservation() noexcept(false) { KVL_CHECK_EQ(remaining_, kNone); }
+Reservation::~Reservation() noexcept(false) {
+  KVL_CHECK_EQ(remaining_, kNone);
+}
 
 BlockId Reservation::acquire() {
   KVL_CHECK_GT(remaining_, kNone);

@@ -68,7 +68,6 @@ using TableRow = Id<struct TableRowTag, std::uint32_t>;
 using StepId = Id<struct StepIdTag, std::uint64_t>;
 
 using BlockCount = Quantity<struct BlockCountTag, std::int64_t>;
-using TokenCount = Quantity<struct TokenCountTag, std::int64_t>;
 using ByteCount = Quantity<struct ByteCountTag, std::int64_t>;
 
 // A token of the model's vocabulary, as it lies in plans and kernels.

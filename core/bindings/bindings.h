@@ -1,0 +1,51 @@
+// The parts of the extension module kvledger._core, one function for each file of bindings.
+//
+// Rules: arrays cross, not objects; no call back into Python; the GIL is released around work that
+// takes longer than taking it again. Arguments are checked for shape and type here, with an
+// exception that names them; what the core then checks is its own business.
+
+#pragma once
+
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <span>
+#include <string>
+
+namespace kvledger::bindings {
+
+void bind_gguf(pybind11::module_& module);
+void bind_engine(pybind11::module_& module);
+void bind_kv_memory(pybind11::module_& module);
+void bind_cpu_kernels(pybind11::module_& module);
+void bind_machine(pybind11::module_& module);
+
+// A contiguous array of exactly this dtype.
+template <class T>
+using Array = pybind11::array_t<T, pybind11::array::c_style>;
+
+template <class T>
+std::span<const T> as_span(const Array<T>& array) {
+  return {array.data(), static_cast<std::size_t>(array.size())};
+}
+
+// A numpy array over `values`, which live as long as `owner`.
+template <class T>
+pybind11::array_t<T> view_of(std::span<const T> values, pybind11::handle owner) {
+  return pybind11::array_t<T>(static_cast<pybind11::ssize_t>(values.size()), values.data(), owner);
+}
+
+// A numpy array with a copy of `values`.
+template <class T>
+pybind11::array_t<T> copy_of(std::span<const T> values) {
+  return pybind11::array_t<T>(static_cast<pybind11::ssize_t>(values.size()), values.data());
+}
+
+inline void require(bool condition, const char* sentence) {
+  if (!condition) {
+    throw pybind11::value_error(sentence);
+  }
+}
+
+}  // namespace kvledger::bindings

@@ -1,0 +1,315 @@
+#include "core/engine.h"
+#include "core/kernels.h"
+
+#include <pybind11/stl.h>
+
+#include <memory>
+
+#include "core/bindings/bindings.h"
+
+namespace py = pybind11;
+
+namespace kvledger::bindings {
+namespace {
+
+// The arrays of one plan, as views into the engine's buffer: valid until the next plan.
+class Plan {
+ public:
+  Plan(const StepPlan& plan, const BlockTables& tables, py::object engine)
+      : plan_(plan), tables_(tables), engine_(std::move(engine)) {}
+
+  const StepPlanView& view() const noexcept { return plan_.view(); }
+  const StepPlan& plan() const noexcept { return plan_; }
+  const BlockTables& tables() const noexcept { return tables_; }
+
+ private:
+  const StepPlan& plan_;
+  const BlockTables& tables_;
+  py::object engine_;  // owns both
+};
+
+struct Report {
+  py::array_t<Admission> admissions;
+  py::array_t<Preemption> preemptions;
+  py::array_t<Refusal> refusals;
+  py::array_t<OutputToken> tokens;
+  py::array_t<Receipt> receipts;
+  std::int64_t running = 0;
+  std::int64_t waiting = 0;
+  py::array_t<std::int64_t> balances;
+};
+
+template <class T>
+py::array_t<T> records(const std::vector<T>& values) {
+  return copy_of(std::span<const T>(values));
+}
+
+Report report_of(Engine& engine) {
+  const StepReport& report = engine.take_report();
+  Report result{records(report.admissions), records(report.preemptions),
+                records(report.refusals),   records(report.tokens),
+                records(report.receipts),   engine.running(),
+                engine.waiting(),           py::array_t<std::int64_t>(kBlockStates)};
+  const Balances balances = engine.ledger().balances();
+  for (std::size_t i = 0; i < kBlockStates; ++i) {
+    result.balances.mutable_at(static_cast<py::ssize_t>(i)) = balances.blocks[i].value();
+  }
+  return result;
+}
+
+struct ArrivalArrays {
+  Array<std::uint64_t> ids;
+  Array<std::uint32_t> tenants;
+  Array<std::int64_t> arrived_at;
+  Array<std::int32_t> priorities;
+  Array<std::int64_t> output_tokens_max;
+  Array<bool> ignore_end_of_text;
+  Array<std::int64_t> offsets;
+  Array<std::int32_t> tokens;
+
+  void accept_into(Engine& engine) const {
+    const py::ssize_t count = ids.size();
+    require(tenants.size() == count && arrived_at.size() == count && priorities.size() == count &&
+                output_tokens_max.size() == count && ignore_end_of_text.size() == count &&
+                offsets.size() == count + 1,
+            "arrival arrays differ in length");
+    require(offsets.at(0) == 0 && offsets.at(count) == tokens.size(),
+            "arrival offsets do not cover the tokens");
+    for (py::ssize_t i = 0; i < count; ++i) {
+      require(offsets.at(i) <= offsets.at(i + 1), "arrival offsets fall");
+      Arrival arrival;
+      arrival.id = SequenceId{ids.at(i)};
+      arrival.tenant = TenantId{tenants.at(i)};
+      arrival.arrived_at = arrived_at.at(i);
+      arrival.priority = priorities.at(i);
+      arrival.output_tokens_max = output_tokens_max.at(i);
+      arrival.ignore_end_of_text = ignore_end_of_text.at(i);
+      const auto first = static_cast<std::size_t>(offsets.at(i));
+      const auto last = static_cast<std::size_t>(offsets.at(i + 1));
+      engine.accept(arrival, as_span(tokens).subspan(first, last - first));
+    }
+  }
+};
+
+EndReason end_reason(int reason) {
+  require(reason >= static_cast<int>(EndReason::kStop) &&
+              reason <= static_cast<int>(EndReason::kFailed),
+          "unknown end reason");
+  return static_cast<EndReason>(reason);
+}
+
+std::unique_ptr<Engine> make_engine(std::int64_t blocks, std::int32_t slots_per_block,
+                                    std::int64_t context_tokens, std::int64_t token_budget,
+                                    std::int64_t sequences_max, std::vector<Token> end_of_text,
+                                    std::int64_t aging_per_priority, std::int64_t overtakes_max,
+                                    std::int64_t preemptions_max, std::int64_t now) {
+  require(blocks >= 1 && blocks < (std::int64_t{1} << 31), "blocks must be from 1 to 2^31 - 1");
+  require(slots_per_block >= 1, "slots_per_block must be at least 1");
+  require(context_tokens >= 2, "context_tokens must be at least 2");
+  require(sequences_max >= 1, "sequences_max must be at least 1");
+  require(token_budget >= sequences_max,
+          "token_budget must be at least sequences_max: every running sequence decodes one token "
+          "a step");
+  EngineSettings settings;
+  settings.scheduler.token_budget = token_budget;
+  settings.scheduler.sequences_max = sequences_max;
+  settings.scheduler.aging_per_priority = aging_per_priority;
+  settings.scheduler.overtakes_max = overtakes_max;
+  settings.scheduler.preemptions_max = preemptions_max;
+  settings.blocks = BlockCount{blocks};
+  settings.slots_per_block = slots_per_block;
+  settings.context_tokens = context_tokens;
+  settings.end_of_text = std::move(end_of_text);
+  return std::make_unique<Engine>(settings, now);
+}
+
+py::tuple plan_step(const py::object& self, std::int64_t now, const ArrivalArrays* arrivals,
+                    const Array<std::uint64_t>& end_ids, const Array<std::uint8_t>& end_reasons) {
+  Engine& engine = self.cast<Engine&>();
+  require(!engine.has_uncommitted_step(), "the last step is not committed");
+  require(end_ids.size() == end_reasons.size(), "end arrays differ in length");
+  for (py::ssize_t i = 0; i < end_ids.size(); ++i) {
+    const std::uint64_t id = end_ids.at(i);
+    engine.end({&id, 1}, end_reason(end_reasons.at(i)), now);
+  }
+  if (arrivals != nullptr) {
+    arrivals->accept_into(engine);
+  }
+  const StepPlan& plan = engine.plan(now);
+  return py::make_tuple(Plan(plan, engine.tables(), self), report_of(engine));
+}
+
+void require_uncommitted(const Engine& engine) {
+  require(engine.has_uncommitted_step(), "there is no step to commit or abandon");
+}
+
+// A batch over arrays that the caller keeps as they are.
+BatchView make_batch(const Array<std::int32_t>& query_start,
+                     const Array<std::int32_t>& context_length, const Array<std::int32_t>& rows,
+                     const Array<std::int32_t>& positions,
+                     const Array<std::int32_t>& block_tables) {
+  const py::ssize_t sequences = rows.size();
+  require(query_start.size() == sequences + 1 && context_length.size() == sequences,
+          "batch arrays differ in length");
+  require(query_start.at(0) == 0 && query_start.at(sequences) == positions.size(),
+          "query_start does not cover the positions");
+  require(block_tables.ndim() == 2, "block_tables is [rows, blocks]");
+  for (const std::int32_t row : as_span(rows)) {
+    require(row >= 0 && row < block_tables.shape(0), "a row is outside the block tables");
+  }
+  BatchView batch;
+  batch.sequences = sequences;
+  batch.tokens = positions.size();
+  batch.query_start = query_start.data();
+  batch.context_length = context_length.data();
+  batch.rows = rows.data();
+  batch.positions = positions.data();
+  batch.block_tables = block_tables.data();
+  batch.table_width = block_tables.shape(1);
+  return batch;
+}
+
+void bind_records() {
+  PYBIND11_NUMPY_DTYPE(Admission, sequence, queued, row, again);
+  PYBIND11_NUMPY_DTYPE(Preemption, sequence, computed_tokens);
+  PYBIND11_NUMPY_DTYPE(Refusal, sequence, tokens, tokens_max);
+  PYBIND11_NUMPY_DTYPE(OutputToken, sequence, token, end_reason);
+  PYBIND11_NUMPY_DTYPE(Receipt, sequence, tenant, end_reason, prompt_tokens, output_tokens,
+                       computed_tokens, recomputed_tokens, preemptions, peak_blocks, queued,
+                       prefill, decode, held_seconds, reserved_seconds, held_nanos, reserved_nanos);
+}
+
+BatchView batch_of(const Plan& plan) {
+  const StepPlanView& arrays = plan.view();
+  BatchView batch;
+  batch.sequences = arrays.header.sequences;
+  batch.tokens = arrays.header.tokens;
+  batch.query_start = arrays.query_start.data();
+  batch.context_length = arrays.context_length.data();
+  batch.rows = arrays.rows.data();
+  batch.positions = arrays.positions.data();
+  batch.block_tables = plan.tables().data();
+  batch.table_width = plan.tables().width().value();
+  return batch;
+}
+
+void bind_plan(py::module_& module) {
+  const auto view = [](auto member) {
+    return [member](const py::object& self) {
+      return view_of(self.cast<const Plan&>().view().*member, self);
+    };
+  };
+  py::class_<Plan>(module, "Plan", "What the model computes in one step; see core/step_plan.h.")
+      .def_property_readonly("step", [](const Plan& p) { return p.view().step.value(); })
+      .def_property_readonly("tokens", [](const Plan& p) { return p.view().header.tokens; })
+      .def_property_readonly("sequences", [](const Plan& p) { return p.view().header.sequences; })
+      .def_property_readonly("logits", [](const Plan& p) { return p.view().header.logits; })
+      .def_property_readonly("decode_tokens",
+                             [](const Plan& p) { return p.view().header.decode_tokens; })
+      .def_property_readonly("token_ids", view(&StepPlanView::token_ids))
+      .def_property_readonly("positions", view(&StepPlanView::positions))
+      .def_property_readonly("rows", view(&StepPlanView::rows))
+      .def_property_readonly("query_start", view(&StepPlanView::query_start))
+      .def_property_readonly("context_length", view(&StepPlanView::context_length))
+      .def_property_readonly("logit_tokens", view(&StepPlanView::logit_tokens))
+      .def_property_readonly("logit_rows", view(&StepPlanView::logit_rows))
+      .def_property_readonly("buffer",
+                             [](const py::object& self) {
+                               return view_of(self.cast<const Plan&>().plan().buffer(), self);
+                             })
+      .def_property_readonly("block_tables",
+                             [](const py::object& self) {
+                               const BlockTables& tables = self.cast<const Plan&>().tables();
+                               return py::array_t<std::int32_t>(
+                                   {tables.rows(), tables.width().value()}, tables.data(), self);
+                             })
+      .def("batch", &batch_of, py::keep_alive<0, 1>(),
+           "The step's sequences as the KV kernels take them.");
+}
+
+void bind_report(py::module_& module) {
+  py::class_<Report>(module, "Report", "What changed since the last report; core/step_report.h.")
+      .def_readonly("admissions", &Report::admissions)
+      .def_readonly("preemptions", &Report::preemptions)
+      .def_readonly("refusals", &Report::refusals)
+      .def_readonly("tokens", &Report::tokens)
+      .def_readonly("receipts", &Report::receipts)
+      .def_readonly("running", &Report::running)
+      .def_readonly("waiting", &Report::waiting)
+      .def_readonly("balances", &Report::balances,
+                    "int64 [5]: blocks free, reserved, held, cached, releasing");
+}
+
+void bind_arrivals(py::module_& module) {
+  py::class_<ArrivalArrays>(module, "Arrivals", "New sequences, as one array for each fact.")
+      .def(py::init([](Array<std::uint64_t> ids, Array<std::uint32_t> tenants,
+                       Array<std::int64_t> arrived_at, Array<std::int32_t> priorities,
+                       Array<std::int64_t> output_tokens_max, Array<bool> ignore_end_of_text,
+                       Array<std::int64_t> offsets, Array<std::int32_t> tokens) {
+             return ArrivalArrays{std::move(ids),
+                                  std::move(tenants),
+                                  std::move(arrived_at),
+                                  std::move(priorities),
+                                  std::move(output_tokens_max),
+                                  std::move(ignore_end_of_text),
+                                  std::move(offsets),
+                                  std::move(tokens)};
+           }),
+           py::kw_only(), py::arg("ids").noconvert(), py::arg("tenants").noconvert(),
+           py::arg("arrived_at").noconvert(), py::arg("priorities").noconvert(),
+           py::arg("output_tokens_max").noconvert(), py::arg("ignore_end_of_text").noconvert(),
+           py::arg("offsets").noconvert(), py::arg("tokens").noconvert());
+}
+
+}  // namespace
+
+void bind_engine(py::module_& module) {
+  bind_records();
+  bind_plan(module);
+  bind_report(module);
+  bind_arrivals(module);
+  py::class_<BatchView>(module, "Batch", "Ragged sequences of one step, for the KV kernels.")
+      .def(py::init(&make_batch), py::kw_only(), py::arg("query_start").noconvert(),
+           py::arg("context_length").noconvert(), py::arg("rows").noconvert(),
+           py::arg("positions").noconvert(), py::arg("block_tables").noconvert(),
+           py::keep_alive<1, 2>(), py::keep_alive<1, 3>(), py::keep_alive<1, 4>(),
+           py::keep_alive<1, 5>(), py::keep_alive<1, 6>())
+      .def_readonly("sequences", &BatchView::sequences)
+      .def_readonly("tokens", &BatchView::tokens);
+  py::class_<Engine>(module, "Engine", "Sequences, blocks and books; see core/engine.h.")
+      .def(py::init(&make_engine), py::kw_only(), py::arg("blocks"), py::arg("slots_per_block"),
+           py::arg("context_tokens"), py::arg("token_budget"), py::arg("sequences_max"),
+           py::arg("end_of_text"), py::arg("aging_per_priority") = 5'000'000'000,
+           py::arg("overtakes_max") = 16, py::arg("preemptions_max") = 3, py::arg("now"))
+      .def("plan", &plan_step, py::arg("now"), py::arg("arrivals").none(true),
+           py::arg("end_ids").noconvert(), py::arg("end_reasons").noconvert(),
+           "(Plan, Report) of the next step; a plan of no tokens if there is nothing to do.")
+      .def(
+          "commit",
+          [](Engine& engine, std::uint64_t step, const Array<std::int32_t>& tokens,
+             const Array<std::int32_t>& offsets, std::int64_t now) {
+            require_uncommitted(engine);
+            engine.commit(StepId{step}, as_span(tokens), as_span(offsets), now);
+            return report_of(engine);
+          },
+          py::arg("step"), py::arg("tokens").noconvert(), py::arg("offsets").noconvert(),
+          py::arg("now"))
+      .def(
+          "abandon",
+          [](Engine& engine, std::uint64_t step, std::int64_t now) {
+            require_uncommitted(engine);
+            engine.abandon(StepId{step}, now);
+            return report_of(engine);
+          },
+          py::arg("step"), py::arg("now"))
+      .def(
+          "end",
+          [](Engine& engine, const Array<std::uint64_t>& ids, int reason, std::int64_t now) {
+            engine.end(as_span(ids), end_reason(reason), now);
+          },
+          py::arg("ids").noconvert(), py::arg("reason"), py::arg("now"))
+      .def_property_readonly("sequence_tokens_max", &Engine::sequence_tokens_max)
+      .def("audit", &Engine::audit, "What disagrees in the books, or None.");
+}
+
+}  // namespace kvledger::bindings

@@ -1,0 +1,313 @@
+// Paged attention over one run of keys, for a group of query rows that share a kv head.
+//
+//   score[r][k] = q[r] . K[k]          p[r][k] = e^(score - maximum)
+//   sum[r]      = sum over k of p      weighted[r] = sum over k of p * V[k]
+//
+// Keys are taken in tiles of up to 16 at absolute positions. In a tile every row does the same
+// operations in the same order, whoever shares the tile with it:
+//   - a score is two chains of multiply-adds, over even and over odd dimensions, then their sum;
+//   - the running maximum is that of whole tiles; when it grows, sums are scaled down;
+//   - values are added key by key.
+// Up to kRowsMax rows go through a tile together, so each K and V load serves all of them: that
+// is how the query heads of a group share their kv head. Bytes moved per key: those of its K and
+// V, once per group of rows. While a tile is computed, the same tile of the next block is
+// prefetched, for the next block lies anywhere.
+
+#include "core/cpu/isa/table.h"
+#include "core/cpu/isa/vec.h"
+
+namespace kvledger::cpu::KVL_ISA {
+namespace {
+
+constexpr int kTile = 16;
+constexpr int kCacheLine = 64;
+constexpr float kLowest = -__builtin_inff();
+
+// Keys and values of one tile.
+struct Tile {
+  const char* keys;
+  const char* values;
+  const char* next_keys;  // what to prefetch; null at the end
+  const char* next_values;
+  int stride;  // slots that a row of the K tile holds
+  int count;   // keys that may be read
+};
+
+// Two dimensions of the tile's keys, 2 * pair and 2 * pair + 1.
+template <class Element>
+struct Keys;
+
+template <>
+struct Keys<float> {
+  KVL_INLINE void load_pair(const Tile& tile, int pair, bool whole, F32& even, F32& odd) {
+    const float* p = reinterpret_cast<const float*>(tile.keys) + int64_t{2} * pair * tile.stride;
+    even = whole ? load(p) : load_first(p, tile.count);
+    odd = whole ? load(p + tile.stride) : load_first(p + tile.stride, tile.count);
+  }
+};
+
+template <>
+struct Keys<uint16_t> {
+  KVL_INLINE void load_pair(const Tile& tile, int pair, bool whole, F32& even, F32& odd) {
+    const uint32_t* p = reinterpret_cast<const uint32_t*>(tile.keys) + int64_t{pair} * tile.stride;
+    const U32 both = whole ? load(p) : load_first(p, tile.count);
+    even = bf16_low(both);
+    odd = bf16_high(both);
+  }
+};
+
+KVL_INLINE F32 load_values(const float* p) {
+  return load(p);
+}
+KVL_INLINE F32 load_values(const uint16_t* p) {
+  return load_bf16(p);
+}
+
+// The running results of some consecutive rows.
+struct Rows {
+  const float* queries;
+  float* maximum;
+  float* sum;       // [rows][kTile], a lane each until the end
+  float* weighted;  // [rows][head_dim]
+};
+
+template <class Element, int kRows, bool kWhole>
+KVL_INLINE void scores(const Tile& tile, const float* queries, int head_dim, F32 (&score)[kRows]) {
+  F32 even_sum[kRows];
+  F32 odd_sum[kRows];
+  for (int r = 0; r < kRows; ++r) {
+    even_sum[r] = zero();
+    odd_sum[r] = zero();
+  }
+  const int pairs = head_dim / 2;
+  for (int pair = 0; pair < pairs; ++pair) {
+    F32 even;
+    F32 odd;
+    Keys<Element>::load_pair(tile, pair, kWhole, even, odd);
+    for (int r = 0; r < kRows; ++r) {
+      const float* q = queries + int64_t{r} * head_dim + 2 * pair;
+      even_sum[r] = fma(splat(q[0]), even, even_sum[r]);
+      odd_sum[r] = fma(splat(q[1]), odd, odd_sum[r]);
+    }
+  }
+  for (int r = 0; r < kRows; ++r) {
+    score[r] = add(even_sum[r], odd_sum[r]);
+  }
+}
+
+KVL_INLINE void scale_row(float* weighted, int head_dim, F32 factor) {
+  for (int d = 0; d < head_dim; d += kTile) {
+    store(weighted + d, mul(load(weighted + d), factor));
+  }
+}
+
+// Turns the scores of one row into weights, and rescales its sums if the maximum grew.
+template <bool kWhole>
+KVL_INLINE void softmax_row(F32 score, int count, int head_dim, float* maximum, float* sum,
+                            float* weighted, float* weights) {
+  const float highest =
+      kWhole ? reduce_max(score) : reduce_max(select_first(count, score, splat(kLowest)));
+  if (highest > *maximum) {
+    const F32 factor = exp(splat(*maximum - highest));
+    *maximum = highest;
+    store(sum, mul(load(sum), factor));
+    scale_row(weighted, head_dim, factor);
+  }
+  F32 weight = exp(sub(score, splat(*maximum)));
+  if (!kWhole) {
+    weight = select_first(count, weight, zero());
+  }
+  store(sum, add(load(sum), weight));
+  store(weights, weight);
+}
+
+// weighted[r][d..] += sum over keys of weights[r][k] * V[k][d..], for kVectors vectors at `d`.
+template <class Element, int kRows, int kVectors>
+KVL_INLINE void add_values(const Element* values, int count, int head_dim,
+                           const float (&weights)[kRows][kTile], float* weighted) {
+  F32 total[kRows][kVectors];
+  for (int r = 0; r < kRows; ++r) {
+    for (int j = 0; j < kVectors; ++j) {
+      total[r][j] = load(weighted + int64_t{r} * head_dim + j * kTile);
+    }
+  }
+  for (int k = 0; k < count; ++k) {
+    F32 value[kVectors];
+    for (int j = 0; j < kVectors; ++j) {
+      value[j] = load_values(values + int64_t{k} * head_dim + j * kTile);
+    }
+    for (int r = 0; r < kRows; ++r) {
+      const F32 weight = splat(weights[r][k]);
+      for (int j = 0; j < kVectors; ++j) {
+        total[r][j] = fma(weight, value[j], total[r][j]);
+      }
+    }
+  }
+  for (int r = 0; r < kRows; ++r) {
+    for (int j = 0; j < kVectors; ++j) {
+      store(weighted + int64_t{r} * head_dim + j * kTile, total[r][j]);
+    }
+  }
+}
+
+KVL_INLINE void prefetch_bytes(const char* p, int64_t bytes) {
+  if (p != nullptr) {
+    for (int64_t offset = 0; offset < bytes; offset += kCacheLine) {
+      prefetch(p + offset);
+    }
+  }
+}
+
+template <class Element, int kRows, bool kWhole>
+void attend_tile(const Tile& tile, const Rows& rows, int head_dim) {
+  const int64_t bytes = int64_t{tile.stride} * head_dim * static_cast<int64_t>(sizeof(Element));
+  prefetch_bytes(tile.next_keys, bytes);
+  F32 score[kRows];
+  scores<Element, kRows, kWhole>(tile, rows.queries, head_dim, score);
+  prefetch_bytes(tile.next_values, bytes);
+  alignas(64) float weights[kRows][kTile];
+  for (int r = 0; r < kRows; ++r) {
+    softmax_row<kWhole>(score[r], tile.count, head_dim, rows.maximum + r, rows.sum + r * kTile,
+                        rows.weighted + int64_t{r} * head_dim, weights[r]);
+  }
+  const int count = kWhole ? kTile : tile.count;
+  constexpr int kVectors = 2 * kRows <= kRowsMax ? 4 : 2;
+  const Element* values = reinterpret_cast<const Element*>(tile.values);
+  int d = 0;
+  for (; d + kVectors * kTile <= head_dim; d += kVectors * kTile) {
+    add_values<Element, kRows, kVectors>(values + d, count, head_dim, weights, rows.weighted + d);
+  }
+  for (; d < head_dim; d += kTile) {
+    add_values<Element, kRows, 1>(values + d, count, head_dim, weights, rows.weighted + d);
+  }
+}
+
+template <class Element, int kRows>
+void attend_some(const Tile& tile, const Rows& rows, int head_dim) {
+  if (tile.count == kTile) {
+    attend_tile<Element, kRows, true>(tile, rows, head_dim);
+  } else {
+    attend_tile<Element, kRows, false>(tile, rows, head_dim);
+  }
+}
+
+// One entry for each number of rows that go through a tile together.
+template <class Element>
+struct ByRows {
+  using Function = void (*)(const Tile&, const Rows&, int);
+  Function function[kRowsMax + 1];
+
+  template <int... kCounts>
+  static constexpr ByRows make(Numbers<kCounts...>) {
+    return {{nullptr, &attend_some<Element, kCounts + 1>...}};
+  }
+};
+
+template <class Element>
+constexpr ByRows<Element> kByRows = ByRows<Element>::make(typename Count<kRowsMax>::Type{});
+
+template <class Element>
+Tile tile_at(const AttentionItem& item, int64_t key) {
+  const int64_t index = key / item.slots_per_block;
+  const auto slot = static_cast<int>(key % item.slots_per_block);
+  const int64_t row_bytes = int64_t{item.head_dim} * static_cast<int64_t>(sizeof(Element));
+  const int64_t in_region = slot * row_bytes;  // of the K tile and of the V row alike
+  const char* region = item.base + int64_t{item.blocks[index]} * item.block_stride;
+  Tile tile;
+  tile.keys = region + in_region;
+  tile.values = region + item.value_offset + in_region;
+  tile.next_keys = nullptr;
+  tile.next_values = nullptr;
+  if ((index + 1) * item.slots_per_block < item.end) {
+    const char* next = item.base + int64_t{item.blocks[index + 1]} * item.block_stride;
+    tile.next_keys = next + in_region;
+    tile.next_values = next + item.value_offset + in_region;
+  }
+  tile.stride = item.tile_slots;
+  tile.count = 0;
+  return tile;
+}
+
+int64_t smaller(int64_t a, int64_t b) {
+  return a < b ? a : b;
+}
+
+template <class Element>
+void attend_keys(const AttentionItem& item, float* lane_sums) {
+  for (int64_t key = item.begin; key < item.end; key += item.tile_slots) {
+    Tile tile = tile_at<Element>(item, key);
+    const int64_t end = smaller(key + item.tile_slots, item.end);
+    for (int first = 0; first < item.rows;) {
+      // Rows that see the same part of the tile go together.
+      const int64_t limit = smaller(item.limits[first], end);
+      int last = first + 1;
+      while (last < item.rows && last - first < kRowsMax &&
+             smaller(item.limits[last], end) == limit) {
+        ++last;
+      }
+      if (limit > key) {
+        tile.count = static_cast<int>(limit - key);
+        const int64_t offset = int64_t{first} * item.head_dim;
+        const Rows rows = {item.queries + offset, item.part.maximum + first,
+                           lane_sums + first * kTile, item.part.weighted + offset};
+        kByRows<Element>.function[last - first](tile, rows, item.head_dim);
+        tile.next_keys = nullptr;  // once per tile
+        tile.next_values = nullptr;
+      }
+      first = last;
+    }
+  }
+}
+
+}  // namespace
+
+void attend(const AttentionItem& item) {
+  alignas(64) float lane_sums[kAttentionRowsMax * kTile];
+  for (int r = 0; r < item.rows; ++r) {
+    item.part.maximum[r] = kLowest;
+    store(lane_sums + r * kTile, zero());
+  }
+  for (int64_t i = 0; i < int64_t{item.rows} * item.head_dim; i += kTile) {
+    store(item.part.weighted + i, zero());
+  }
+  if (item.format == 0) {
+    attend_keys<float>(item, lane_sums);
+  } else {
+    attend_keys<uint16_t>(item, lane_sums);
+  }
+  for (int r = 0; r < item.rows; ++r) {
+    item.part.sum[r] = reduce_add(load(lane_sums + r * kTile));
+  }
+}
+
+// Parts are merged from the first keys to the last, so the result does not depend on who computed
+// which. A row without keys in `later` multiplies by one and adds zero.
+void merge(const AttentionPart& part, const AttentionPart& later, int32_t rows, int32_t head_dim) {
+  for (int32_t r = 0; r < rows; ++r) {
+    if (later.maximum[r] == kLowest) {
+      continue;
+    }
+    const bool higher = later.maximum[r] > part.maximum[r];
+    const float maximum = higher ? later.maximum[r] : part.maximum[r];
+    alignas(64) float factors[2 * kTile];
+    store(factors, exp(splat(part.maximum[r] - maximum)));
+    store(factors + kTile, exp(splat(later.maximum[r] - maximum)));
+    part.maximum[r] = maximum;
+    part.sum[r] = part.sum[r] * factors[0] + later.sum[r] * factors[kTile];
+    float* weighted = part.weighted + int64_t{r} * head_dim;
+    const float* later_weighted = later.weighted + int64_t{r} * head_dim;
+    for (int d = 0; d < head_dim; d += kTile) {
+      store(weighted + d, fma(load(weighted + d), splat(factors[0]),
+                              mul(load(later_weighted + d), splat(factors[kTile]))));
+    }
+  }
+}
+
+void normalize(const AttentionPart& part, int32_t row, int32_t head_dim, float* out) {
+  const F32 inverse = div(splat(1.0F), splat(part.sum[row]));
+  for (int d = 0; d < head_dim; d += kTile) {
+    store(out + d, mul(load(part.weighted + int64_t{row} * head_dim + d), inverse));
+  }
+}
+
+}  // namespace kvledger::cpu::KVL_ISA

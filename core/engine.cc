@@ -1,0 +1,263 @@
+#include "core/engine.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "core/check.h"
+
+namespace kvledger {
+namespace {
+
+std::int64_t tokens_max(const EngineSettings& settings) {
+  KVL_CHECK_GT(settings.slots_per_block, 0);
+  return std::min(settings.context_tokens, settings.blocks.value() * settings.slots_per_block + 1);
+}
+
+BlockCount table_width(const EngineSettings& settings) {
+  const std::int64_t slots = settings.slots_per_block;
+  return BlockCount{std::max<std::int64_t>(1, (tokens_max(settings) - 1 + slots - 1) / slots)};
+}
+
+}  // namespace
+
+Engine::Engine(const EngineSettings& settings, Nanoseconds now)
+    : settings_(settings),
+      sequence_tokens_max_(tokens_max(settings)),
+      ledger_(settings.blocks, now),
+      pool_(ledger_),
+      tables_(settings.scheduler.sequences_max, table_width(settings)),
+      scheduler_(settings.scheduler, settings.slots_per_block, sequence_tokens_max_, pool_,
+                 tables_),
+      plan_(settings.scheduler.token_budget, settings.scheduler.sequences_max,
+            settings.scheduler.token_budget) {
+  KVL_CHECK_GE(sequence_tokens_max_, 2);
+}
+
+Engine::~Engine() {
+  // Reservations must not die with claims on a pool that is going away.
+  uncommitted_.reset();
+  for (auto& [id, sequence] : sequences_) {
+    sequence->in_step = false;
+    scheduler_.remove(*sequence);
+  }
+}
+
+bool Engine::accept(const Arrival& arrival, std::span<const Token> prompt) {
+  const auto tokens = static_cast<std::int64_t>(prompt.size());
+  KVL_CHECK(!sequences_.contains(arrival.id));
+  KVL_CHECK_GE(arrival.priority, -kPriorityMax);
+  KVL_CHECK_LE(arrival.priority, kPriorityMax);
+  KVL_CHECK_GE(arrival.output_tokens_max, 1);
+  if (tokens < 1 || tokens >= sequence_tokens_max_) {
+    report_.refusals.push_back(Refusal{arrival.id.value(), tokens, sequence_tokens_max_ - 1});
+    return false;
+  }
+  auto sequence = std::make_unique<Sequence>(
+      arrival, std::vector<Token>(prompt.begin(), prompt.end()), ledger_.open(arrival.tenant));
+  scheduler_.enqueue(*sequence);
+  sequences_.emplace(arrival.id, std::move(sequence));
+  return true;
+}
+
+const StepPlan& Engine::plan(Nanoseconds now) {
+  KVL_CHECK(!uncommitted_.has_value());
+  ledger_.advance(now);
+  const StepId step{steps_ + 1};
+  plan_.begin(step);
+  scheduler_.schedule(ledger_.now(), plan_, report_);
+  plan_.finish();
+  if (!scheduler_.chunks().empty()) {
+    steps_ = step.value();
+    uncommitted_ = step;
+    for (const Chunk& chunk : scheduler_.chunks()) {
+      chunk.sequence->in_step = true;
+    }
+  }
+  return plan_;
+}
+
+void Engine::commit(StepId step, std::span<const Token> tokens,
+                    std::span<const std::int32_t> offsets, Nanoseconds now) {
+  settle_step(step, now);
+  const StepPlanView& view = plan_.view();
+  KVL_CHECK_EQ(static_cast<std::int64_t>(offsets.size()), view.header.logits + 1);
+  KVL_CHECK_EQ(static_cast<std::size_t>(offsets.back()), tokens.size());
+  std::size_t wanted = 0;
+  for (const Chunk& chunk : scheduler_.chunks()) {
+    Sequence& sequence = *chunk.sequence;
+    const bool has_output = chunk.tokens == sequence.pending();
+    const std::size_t output = wanted;
+    wanted += has_output ? 1 : 0;
+    if (sequence.state == Sequence::State::kEnded) {
+      continue;
+    }
+    count_computed(sequence, chunk.tokens);
+    if (!has_output) {
+      continue;
+    }
+    const auto first = static_cast<std::size_t>(offsets[output]);
+    const auto last = static_cast<std::size_t>(offsets[output + 1]);
+    KVL_CHECK_LT(first, last);
+    KVL_CHECK_LE(last, tokens.size());
+    sequence.spend(ledger_.now(), Sequence::Activity::kDecode);
+    for (std::size_t i = first; i < last; ++i) {
+      if (append_output(sequence, tokens[i])) {
+        break;
+      }
+    }
+  }
+  KVL_CHECK_EQ(static_cast<std::int64_t>(wanted), view.header.logits);
+  ended_in_step_.clear();
+}
+
+void Engine::abandon(StepId step, Nanoseconds now) {
+  settle_step(step, now);
+  for (const Chunk& chunk : scheduler_.chunks()) {
+    if (chunk.sequence->state != Sequence::State::kEnded) {
+      finish(*chunk.sequence, EndReason::kFailed);
+    }
+  }
+  ended_in_step_.clear();
+}
+
+void Engine::end(std::span<const std::uint64_t> ids, EndReason reason, Nanoseconds now) {
+  ledger_.advance(now);
+  for (const std::uint64_t id : ids) {
+    const auto found = sequences_.find(SequenceId{id});
+    if (found != sequences_.end()) {
+      finish(*found->second, reason);
+    }
+  }
+}
+
+// The step is over: what it read and wrote may change again.
+void Engine::settle_step(StepId step, Nanoseconds now) {
+  KVL_CHECK(uncommitted_.has_value());
+  KVL_CHECK_EQ(*uncommitted_, step);
+  ledger_.advance(now);
+  uncommitted_.reset();
+  pool_.settle();
+  for (const Chunk& chunk : scheduler_.chunks()) {
+    chunk.sequence->in_step = false;
+  }
+}
+
+const StepReport& Engine::take_report() {
+  std::swap(report_, taken_);
+  report_.clear();
+  return taken_;
+}
+
+void Engine::count_computed(Sequence& sequence, std::int64_t tokens) {
+  const std::int64_t before = sequence.computed;
+  sequence.computed += tokens;
+  sequence.recomputed_tokens +=
+      std::max<std::int64_t>(0, std::min(sequence.computed, sequence.computed_peak) - before);
+  sequence.computed_peak = std::max(sequence.computed_peak, sequence.computed);
+}
+
+bool Engine::append_output(Sequence& sequence, Token token) {
+  if (token < 0) {
+    finish(sequence, EndReason::kFailed);
+    return true;
+  }
+  sequence.tokens.push_back(token);
+  report_.tokens.push_back(OutputToken{sequence.id.value(), token, 0});
+  std::optional<EndReason> reason;
+  const auto& end_of_text = settings_.end_of_text;
+  if (!sequence.ignore_end_of_text &&
+      std::find(end_of_text.begin(), end_of_text.end(), token) != end_of_text.end()) {
+    reason = EndReason::kStop;
+  } else if (sequence.output_count() >= sequence.output_tokens_max) {
+    reason = EndReason::kLength;
+  } else if (sequence.token_count() >= sequence_tokens_max_) {
+    reason = EndReason::kContext;
+  }
+  if (!reason) {
+    return false;
+  }
+  report_.tokens.back().end_reason = static_cast<std::int32_t>(*reason);
+  finish(sequence, *reason);
+  return true;
+}
+
+void Engine::finish(Sequence& sequence, EndReason reason) {
+  sequence.spend(ledger_.now(), sequence.activity);
+  sequence.end_reason = reason;
+  scheduler_.remove(sequence);
+  write_receipt(sequence);
+  auto node = sequences_.extract(sequence.id);
+  if (sequence.in_step) {
+    ended_in_step_.push_back(std::move(node.mapped()));
+  }
+}
+
+void Engine::write_receipt(Sequence& sequence) {
+  const Statement statement = ledger_.close(sequence.account);
+  const BlockTime held = to_block_time(statement.held);
+  const BlockTime reserved = to_block_time(statement.reserved);
+  Receipt receipt;
+  receipt.sequence = sequence.id.value();
+  receipt.tenant = sequence.tenant.value();
+  receipt.end_reason = static_cast<std::uint32_t>(sequence.end_reason);
+  receipt.prompt_tokens = sequence.prompt_count;
+  receipt.output_tokens = sequence.output_count();
+  receipt.computed_tokens = sequence.computed_peak + sequence.recomputed_tokens;
+  receipt.recomputed_tokens = sequence.recomputed_tokens;
+  receipt.preemptions = sequence.preemptions;
+  receipt.peak_blocks = statement.held_peak.value();
+  receipt.queued = sequence.times.queued;
+  receipt.prefill = sequence.times.prefill;
+  receipt.decode = sequence.times.decode;
+  receipt.held_seconds = held.seconds;
+  receipt.held_nanos = held.nanos;
+  receipt.reserved_seconds = reserved.seconds;
+  receipt.reserved_nanos = reserved.nanos;
+  report_.receipts.push_back(receipt);
+}
+
+std::optional<std::string> Engine::audit() const {
+  if (auto wrong = ledger_.audit()) {
+    return wrong;
+  }
+  if (auto wrong = pool_.audit()) {
+    return wrong;
+  }
+  return audit_tables();
+}
+
+// Every block in a table is held by that table's sequence, and by it alone.
+std::optional<std::string> Engine::audit_tables() const {
+  std::int64_t in_tables = 0;
+  std::vector<bool> seen(static_cast<std::size_t>(ledger_.total().value()), false);
+  for (const auto& [id, sequence] : sequences_) {
+    if (sequence->state != Sequence::State::kRunning) {
+      continue;
+    }
+    const std::int64_t length = tables_.length(sequence->row).value();
+    const std::string who = "sequence " + std::to_string(id.value());
+    if (ledger_.held_by(sequence->account).value() != length) {
+      return who + " has " + std::to_string(length) + " blocks in its table and " +
+             std::to_string(ledger_.held_by(sequence->account).value()) + " in the ledger";
+    }
+    for (std::int64_t i = 0; i < length; ++i) {
+      const BlockId block = tables_.at(sequence->row, i);
+      if (seen[block.value()] || ledger_.holder_of(block) != sequence->account) {
+        return who + " has block " + std::to_string(block.value()) +
+               " in its table, which is not its own";
+      }
+      seen[block.value()] = true;
+    }
+    if (scheduler_.blocks_for(sequence->computed).value() > length) {
+      return who + " has computed tokens without a block";
+    }
+    in_tables += length;
+  }
+  const std::int64_t held = ledger_.balances()[BlockState::kHeld].value();
+  if (held != in_tables) {
+    return "held " + std::to_string(held) + " blocks, in tables " + std::to_string(in_tables);
+  }
+  return std::nullopt;
+}
+
+}  // namespace kvledger

@@ -1,0 +1,113 @@
+// The core as the service sees it: sequences come in, steps go out, tokens come back, receipts
+// are handed out.
+//
+//   plan(now, arrivals)      -> the next step, or an empty one when there is nothing to compute
+//   commit(step, tokens)     what the model produced for it
+//   abandon(step)            the step failed: everything it named ends with kFailed
+//   end(ids, reason)         at any time; blocks that an uncommitted step names stay in
+//                            `releasing` until it is committed or abandoned
+//
+// One step may be uncommitted at a time. Every sequence that was accepted yields exactly one
+// receipt. All calls come from one thread and take the time from the caller; a clock that jumps
+// back stands still here.
+
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "core/block_pool.h"
+#include "core/block_table.h"
+#include "core/ledger.h"
+#include "core/scheduler.h"
+#include "core/sequence.h"
+#include "core/step_plan.h"
+#include "core/step_report.h"
+#include "core/types.h"
+
+namespace kvledger {
+
+struct EngineSettings {
+  SchedulerSettings scheduler;
+  BlockCount blocks;
+  std::int32_t slots_per_block = 0;
+  // Most tokens of one sequence, prompt and output: the model's context window.
+  std::int64_t context_tokens = 0;
+  // Tokens that end a text.
+  std::vector<Token> end_of_text;
+};
+
+class Engine {
+ public:
+  Engine(const EngineSettings& settings, Nanoseconds now);
+  ~Engine();
+
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  // Most tokens that a sequence can reach, prompt and output: the context window, or one more
+  // than the pool has slots (the last token needs none).
+  std::int64_t sequence_tokens_max() const noexcept { return sequence_tokens_max_; }
+
+  // Takes in one new sequence, with an id never used before. False, with a refusal in the report,
+  // if it could never run: an empty prompt, or one that leaves no room for a token.
+  bool accept(const Arrival& arrival, std::span<const Token> prompt);
+
+  // Plans the next step; the plan is valid until the next call.
+  const StepPlan& plan(Nanoseconds now);
+
+  // `tokens[offsets[i]:offsets[i + 1]]` are the new tokens of the i-th sequence whose logits the
+  // plan wanted, at least one each; a negative token says that its logits were unusable and ends
+  // that sequence alone with kFailed.
+  void commit(StepId step, std::span<const Token> tokens, std::span<const std::int32_t> offsets,
+              Nanoseconds now);
+
+  void abandon(StepId step, Nanoseconds now);
+
+  // Ends sequences by id; unknown ids are ignored, for a sequence may end by itself meanwhile.
+  void end(std::span<const std::uint64_t> ids, EndReason reason, Nanoseconds now);
+
+  // What changed since the last call, by whatever was called between. Valid until the next call.
+  const StepReport& take_report();
+
+  const Ledger& ledger() const noexcept { return ledger_; }
+  const BlockTables& tables() const noexcept { return tables_; }
+  std::int64_t running() const noexcept { return scheduler_.running(); }
+  std::int64_t waiting() const noexcept { return scheduler_.waiting(); }
+  bool has_uncommitted_step() const noexcept { return uncommitted_.has_value(); }
+
+  // Recomputes the books from blocks, tables and sequences, and says what disagrees; nothing if
+  // all is right. O(blocks + sequences).
+  std::optional<std::string> audit() const;
+
+ private:
+  void settle_step(StepId step, Nanoseconds now);
+  void count_computed(Sequence& sequence, std::int64_t tokens);
+  // Appends a token; true if the sequence ends with it.
+  bool append_output(Sequence& sequence, Token token);
+  void finish(Sequence& sequence, EndReason reason);
+  void write_receipt(Sequence& sequence);
+  std::optional<std::string> audit_tables() const;
+
+  const EngineSettings settings_;
+  const std::int64_t sequence_tokens_max_;
+  Ledger ledger_;
+  BlockPool pool_;
+  BlockTables tables_;
+  Scheduler scheduler_;
+  StepPlan plan_;
+  StepReport report_;  // being written
+  StepReport taken_;   // being read by the caller
+  std::unordered_map<SequenceId, std::unique_ptr<Sequence>> sequences_;
+  // Ended while an uncommitted step named them; forgotten when it is settled.
+  std::vector<std::unique_ptr<Sequence>> ended_in_step_;
+  std::optional<StepId> uncommitted_;
+  std::uint64_t steps_ = 0;
+};
+
+}  // namespace kvledger

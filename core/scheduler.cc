@@ -1,0 +1,296 @@
+#include "core/scheduler.h"
+
+#include <algorithm>
+
+#include "core/check.h"
+
+namespace kvledger {
+namespace {
+
+// Waiting sequences looked at in one step. More would only help when this many in a row do not
+// fit, and would make a step's cost depend on the length of the queue.
+constexpr std::size_t kLookahead = 8;
+
+constexpr BlockCount kNone{0};
+constexpr BlockCount kOne{1};
+
+}  // namespace
+
+Scheduler::Scheduler(const SchedulerSettings& settings, std::int32_t slots_per_block,
+                     std::int64_t tokens_max, BlockPool& pool, BlockTables& tables)
+    : settings_(settings),
+      slots_per_block_(slots_per_block),
+      tokens_max_(tokens_max),
+      pool_(pool),
+      tables_(tables) {
+  KVL_CHECK_GT(slots_per_block, 0);
+  KVL_CHECK_GE(settings.sequences_max, 1);
+  KVL_CHECK_GE(settings.token_budget, settings.sequences_max);
+  KVL_CHECK_LE(settings.sequences_max, tables.rows());
+  KVL_CHECK_LE(blocks_for(tokens_max - 1), pool.total());
+  KVL_CHECK_LE(blocks_for(tokens_max - 1), tables.width());
+  const auto rows = static_cast<std::size_t>(settings.sequences_max);
+  running_.reserve(rows);
+  chunks_.reserve(rows);
+  candidates_.reserve(rows + kLookahead);
+  passed_over_.reserve(kLookahead);
+}
+
+BlockCount Scheduler::blocks_for(std::int64_t tokens) const noexcept {
+  return BlockCount{(tokens + slots_per_block_ - 1) / slots_per_block_};
+}
+
+void Scheduler::enqueue(Sequence& sequence) {
+  sequence.rank = sequence.arrived_at + sequence.priority * settings_.aging_per_priority;
+  sequence.state = Sequence::State::kWaiting;
+  waiting_.insert(&sequence);
+}
+
+void Scheduler::schedule(Nanoseconds now, StepPlan& plan, StepReport& report) {
+  chunks_.clear();
+  const std::int64_t decode_tokens = choose_decode(now, plan, report);
+  decode_chunks_ = chunks_.size();
+  collect_prefill();
+  share_prefill_budget(settings_.token_budget - decode_tokens);
+  admit_chosen(now, report);
+  emit(plan);
+}
+
+// Every running sequence that is past its prompt computes its pending tokens, in order of rank.
+std::int64_t Scheduler::choose_decode(Nanoseconds now, StepPlan& plan, StepReport& report) {
+  std::int64_t chosen = 0;
+  for (std::size_t i = 0; i < running_.size();) {
+    Sequence& sequence = *running_[i];
+    if (sequence.activity != Sequence::Activity::kDecode) {
+      ++i;
+      continue;
+    }
+    const std::int64_t tokens = std::min(sequence.pending(), settings_.token_budget - chosen);
+    if (!grow(i, tokens, now, plan, report)) {
+      preempt(sequence, now, report);  // the next sequence is now at index i
+      continue;
+    }
+    if (tokens > 0) {
+      chunks_.push_back(Chunk{&sequence, tokens});
+      chosen += tokens;
+    }
+    ++i;
+  }
+  return chosen;
+}
+
+// Makes room for `tokens` more tokens of the sequence at `index`, by preempting others behind it
+// if it must. False if even that was not enough.
+bool Scheduler::grow(std::size_t index, std::int64_t tokens, Nanoseconds now, StepPlan& plan,
+                     StepReport& report) {
+  Sequence& sequence = *running_[index];
+  for (BlockCount missing = blocks_missing(sequence, tokens); missing > kNone;) {
+    if (sequence.reservation.remaining() == kNone) {
+      std::optional<Reservation> one = pool_.reserve(sequence.account, kOne);
+      if (!one) {
+        Sequence* victim = victim_behind(index);
+        if (victim == nullptr) {
+          return false;
+        }
+        preempt(*victim, now, report);
+        continue;
+      }
+      sequence.reservation = std::move(*one);
+    }
+    acquire_block(sequence, plan);
+    missing -= kOne;
+  }
+  return true;
+}
+
+Sequence* Scheduler::victim_behind(std::size_t index) const {
+  for (std::size_t i = running_.size(); i-- > index + 1;) {
+    if (!is_protected(*running_[i])) {
+      return running_[i];
+    }
+  }
+  return nullptr;
+}
+
+// Prompts that could be computed now: those already running, and the first waiting ones whose
+// blocks could be reserved.
+void Scheduler::collect_prefill() {
+  candidates_.clear();
+  passed_over_.clear();
+  for (Sequence* sequence : running_) {
+    if (sequence->activity == Sequence::Activity::kPrefill) {
+      candidates_.push_back(Candidate{sequence, 0});
+    }
+  }
+  std::int64_t rows = settings_.sequences_max - running();
+  BlockCount room = pool_.available() - BlockCount{running()};
+  auto passes = static_cast<std::int64_t>(kLookahead);  // that those looked at still put up with
+  for (Sequence* sequence : waiting_) {
+    if (rows == 0 || passes == 0 || passed_over_.size() == kLookahead) {
+      break;
+    }
+    passed_over_.push_back(sequence);
+    const BlockCount needed = blocks_to_admit(*sequence);
+    if (needed <= room) {
+      room -= needed;
+      --rows;
+      --passes;
+      candidates_.push_back(Candidate{sequence, 0});
+    }
+    passes = std::min(passes, settings_.overtakes_max - sequence->overtaken);
+  }
+}
+
+// Half of the budget for the oldest, then the shortest first, what is left to the oldest again.
+void Scheduler::share_prefill_budget(std::int64_t budget) {
+  if (candidates_.empty() || budget <= 0) {
+    return;
+  }
+  const auto oldest = std::min_element(
+      candidates_.begin(), candidates_.end(),
+      [](const auto& a, const auto& b) { return ByRank{}(a.sequence, b.sequence); });
+  std::iter_swap(candidates_.begin(), oldest);
+  Candidate& first = candidates_.front();
+  first.tokens = std::min(first.sequence->pending(), std::max<std::int64_t>(1, budget / 2));
+  budget -= first.tokens;
+  std::sort(candidates_.begin() + 1, candidates_.end(), [](const auto& a, const auto& b) {
+    const std::int64_t left = a.sequence->pending();
+    const std::int64_t right = b.sequence->pending();
+    return left != right ? left < right : ByRank{}(a.sequence, b.sequence);
+  });
+  for (auto candidate = candidates_.begin() + 1; candidate != candidates_.end(); ++candidate) {
+    candidate->tokens = std::min(candidate->sequence->pending(), budget);
+    budget -= candidate->tokens;
+  }
+  first.tokens = std::min(first.sequence->pending(), first.tokens + budget);
+}
+
+// Whoever got a share of the budget runs; the waiting ones among them are admitted.
+void Scheduler::admit_chosen(Nanoseconds now, StepReport& report) {
+  for (const Candidate& candidate : candidates_) {
+    if (candidate.tokens == 0) {
+      continue;
+    }
+    Sequence& sequence = *candidate.sequence;
+    chunks_.push_back(Chunk{&sequence, candidate.tokens});
+    if (sequence.state == Sequence::State::kRunning) {
+      continue;
+    }
+    std::optional<Reservation> reservation =
+        pool_.reserve(sequence.account, blocks_to_admit(sequence));
+    KVL_CHECK(reservation.has_value());
+    sequence.reservation = std::move(*reservation);
+    sequence.row = tables_.take_row();
+    sequence.state = Sequence::State::kRunning;
+    sequence.spend(now, Sequence::Activity::kPrefill);
+    waiting_.erase(&sequence);
+    running_.insert(std::upper_bound(running_.begin(), running_.end(), &sequence, ByRank{}),
+                    &sequence);
+    report.admissions.push_back(Admission{sequence.id.value(), sequence.times.queued,
+                                          static_cast<std::int32_t>(sequence.row.value()),
+                                          sequence.admitted_before ? 1 : 0});
+    sequence.admitted_before = true;
+    sequence.overtaken = 0;
+  }
+  std::int64_t admitted_behind = 0;
+  for (auto examined = passed_over_.rbegin(); examined != passed_over_.rend(); ++examined) {
+    if ((*examined)->state == Sequence::State::kRunning) {
+      ++admitted_behind;
+    } else {
+      (*examined)->overtaken += admitted_behind;
+    }
+  }
+}
+
+void Scheduler::emit(StepPlan& plan) {
+  for (std::size_t i = 0; i < chunks_.size(); ++i) {
+    if (i == decode_chunks_) {
+      plan.begin_prefill();
+    }
+    const auto& [chosen, tokens] = chunks_[i];
+    Sequence& sequence = *chosen;
+    for (BlockCount missing = blocks_missing(sequence, tokens); missing > kNone; missing -= kOne) {
+      acquire_block(sequence, plan);  // prefill only: decode took its blocks when it was chosen
+    }
+    const std::span<const Token> all(sequence.tokens);
+    plan.append_sequence(
+        sequence.row,
+        all.subspan(static_cast<std::size_t>(sequence.computed), static_cast<std::size_t>(tokens)),
+        sequence.computed, tokens == sequence.pending());
+  }
+  if (chunks_.size() == decode_chunks_) {
+    plan.begin_prefill();
+  }
+}
+
+void Scheduler::remove(Sequence& sequence) {
+  if (sequence.state == Sequence::State::kWaiting) {
+    KVL_CHECK_EQ(waiting_.erase(&sequence), 1U);
+  } else {
+    KVL_CHECK_EQ(sequence.state, Sequence::State::kRunning);
+    leave_running(sequence);
+  }
+  sequence.state = Sequence::State::kEnded;
+}
+
+void Scheduler::preempt(Sequence& sequence, Nanoseconds now, StepReport& report) {
+  KVL_CHECK(!sequence.in_step);
+  KVL_CHECK(!is_protected(sequence));
+  report.preemptions.push_back(Preemption{sequence.id.value(), sequence.computed});
+  leave_running(sequence);
+  sequence.computed = 0;
+  ++sequence.preemptions;
+  sequence.spend(now, Sequence::Activity::kQueued);
+  sequence.state = Sequence::State::kWaiting;
+  waiting_.insert(&sequence);
+}
+
+void Scheduler::leave_running(Sequence& sequence) {
+  give_blocks_back(sequence);
+  const auto place = std::lower_bound(running_.begin(), running_.end(), &sequence, ByRank{});
+  KVL_CHECK(place != running_.end() && *place == &sequence);
+  running_.erase(place);
+}
+
+void Scheduler::give_blocks_back(Sequence& sequence) {
+  sequence.reservation.forfeit();
+  const std::int64_t length = tables_.length(sequence.row).value();
+  for (std::int64_t i = 0; i < length; ++i) {
+    const BlockId block = tables_.at(sequence.row, i);
+    if (sequence.in_step) {
+      pool_.retire(sequence.account, block);
+    } else {
+      pool_.release(sequence.account, block);
+    }
+  }
+  tables_.clear(sequence.row);
+  tables_.give_back(sequence.row);
+}
+
+void Scheduler::acquire_block(Sequence& sequence, StepPlan& plan) {
+  const BlockId block = sequence.reservation.acquire();
+  plan.append_delta(sequence.row, tables_.length(sequence.row).value(), block);
+  tables_.append(sequence.row, block);
+}
+
+BlockCount Scheduler::blocks_missing(const Sequence& sequence, std::int64_t tokens) const {
+  return blocks_for(sequence.computed + tokens) - tables_.length(sequence.row);
+}
+
+BlockCount Scheduler::blocks_to_admit(const Sequence& sequence) const {
+  if (!is_protected(sequence)) {
+    return blocks_for(sequence.token_count());
+  }
+  // The limit may be any number, so it is compared before it is added.
+  const std::int64_t last = sequence.prompt_count + std::min(sequence.output_tokens_max,
+                                                             tokens_max_ - sequence.prompt_count);
+  return blocks_for(last - 1);  // the last token ends the sequence before it needs a slot
+}
+
+// Whether the sequence was preempted as often as it may be: it reserves everything at once and is
+// no victim.
+bool Scheduler::is_protected(const Sequence& sequence) const noexcept {
+  return sequence.preemptions >= settings_.preemptions_max;
+}
+
+}  // namespace kvledger

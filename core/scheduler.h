@@ -1,0 +1,127 @@
+// Decides what the model computes next: continuous batching under one token budget per step.
+//
+// Decode tokens are budgeted first; prefill chunks fill what is left. Half of the prefill budget
+// belongs to the oldest prompt, the rest goes to the shortest first, and what nobody wants returns
+// to the oldest: a long prompt cannot hold up a short one, and short ones cannot starve it.
+//
+// Order. A sequence's rank is its arrival time plus its priority times `aging_per_priority`, fixed
+// at arrival: a request of lower urgency counts as having arrived later, so it waits longer but
+// not forever, and a preempted sequence keeps its place.
+//
+// Admission. A waiting sequence is admitted when blocks for all its tokens can be reserved and one
+// block stays free for every running sequence to grow into. One that does not fit may be overtaken
+// by `overtakes_max` others, then nobody passes it.
+//
+// Preemption. When a sequence needs a block and none is free, the lowest ranked one behind it
+// gives its blocks back and will be recomputed; if there is none behind it, it steps back itself.
+// After `preemptions_max` times a sequence returns only with everything reserved that it can ever
+// need, and is no victim again. So there is no deadlock: whoever may not be preempted never needs a
+// block, the first of the others may preempt all the rest, and any one sequence fits alone.
+//
+// A plan costs O(tokens in it + sequences running); nothing grows with the pool or with history.
+// One thread at a time.
+
+#pragma once
+
+#include <cstdint>
+#include <set>
+#include <vector>
+
+#include "core/block_pool.h"
+#include "core/block_table.h"
+#include "core/sequence.h"
+#include "core/step_plan.h"
+#include "core/step_report.h"
+#include "core/types.h"
+
+namespace kvledger {
+
+struct SchedulerSettings {
+  // Most tokens in one step; at least `sequences_max`, so that every running sequence can decode.
+  std::int64_t token_budget = 0;
+  // Most sequences running at once.
+  std::int64_t sequences_max = 0;
+  // What one level of priority is worth in waiting time.
+  Nanoseconds aging_per_priority = 5'000'000'000;
+  std::int64_t overtakes_max = 16;
+  std::int64_t preemptions_max = 3;
+};
+
+// Tokens that one sequence computes in a step.
+struct Chunk {
+  Sequence* sequence = nullptr;
+  std::int64_t tokens = 0;
+};
+
+class Scheduler {
+ public:
+  // `tokens_max` is the most tokens a sequence may reach; it fits in the pool alone.
+  Scheduler(const SchedulerSettings& settings, std::int32_t slots_per_block,
+            std::int64_t tokens_max, BlockPool& pool, BlockTables& tables);
+
+  // Adds a new sequence to the queue. The scheduler keeps the address until remove().
+  void enqueue(Sequence& sequence);
+
+  // Fills `plan` with the next step and says in `report` who was admitted or preempted.
+  void schedule(Nanoseconds now, StepPlan& plan, StepReport& report);
+
+  // Takes a sequence out, waiting or running, and gives its blocks back: at once, or by way of
+  // `releasing` if an uncommitted step may still touch them.
+  void remove(Sequence& sequence);
+
+  // The chunks of the last schedule(), in the order of its plan.
+  const std::vector<Chunk>& chunks() const noexcept { return chunks_; }
+  std::int64_t running() const noexcept { return static_cast<std::int64_t>(running_.size()); }
+  std::int64_t waiting() const noexcept { return static_cast<std::int64_t>(waiting_.size()); }
+
+  // Blocks that hold `tokens` tokens of a sequence.
+  BlockCount blocks_for(std::int64_t tokens) const noexcept;
+
+ private:
+  struct ByRank {
+    bool operator()(const Sequence* a, const Sequence* b) const noexcept {
+      return a->rank != b->rank ? a->rank < b->rank : a->id < b->id;
+    }
+  };
+
+  // The phases of schedule(), in the order they run.
+  std::int64_t choose_decode(Nanoseconds now, StepPlan& plan, StepReport& report);
+  void collect_prefill();
+  void share_prefill_budget(std::int64_t budget);
+  void admit_chosen(Nanoseconds now, StepReport& report);
+  void emit(StepPlan& plan);
+
+  bool grow(std::size_t index, std::int64_t tokens, Nanoseconds now, StepPlan& plan,
+            StepReport& report);
+  Sequence* victim_behind(std::size_t index) const;
+  void preempt(Sequence& sequence, Nanoseconds now, StepReport& report);
+  void acquire_block(Sequence& sequence, StepPlan& plan);
+  BlockCount blocks_missing(const Sequence& sequence, std::int64_t tokens) const;
+  BlockCount blocks_to_admit(const Sequence& sequence) const;
+  bool is_protected(const Sequence& sequence) const noexcept;
+  void give_blocks_back(Sequence& sequence);
+  void leave_running(Sequence& sequence);
+
+  // A sequence that may compute prompt tokens in this step.
+  struct Candidate {
+    Sequence* sequence = nullptr;
+    std::int64_t tokens = 0;  // its share of the budget
+  };
+
+  const SchedulerSettings settings_;
+  const std::int64_t slots_per_block_;
+  const std::int64_t tokens_max_;
+  BlockPool& pool_;
+  BlockTables& tables_;
+
+  std::set<Sequence*, ByRank> waiting_;
+  std::vector<Sequence*> running_;  // by rank
+
+  // Used within one schedule(), kept to avoid allocation.
+  std::vector<Candidate> candidates_;
+  std::vector<Sequence*> passed_over_;
+  std::vector<Chunk> chunks_;
+  std::size_t decode_chunks_ = 0;
+};
+
+}  // namespace kvledger

@@ -1,0 +1,101 @@
+// One prompt and its continuation, as the scheduler sees it.
+//
+// A sequence owns its tokens and the count of those whose keys and values are computed. A step
+// lets the count catch up; there is no prefill phase and no decode phase.
+//
+//   tokens    | prompt ............ | output ...... |
+//   computed  |========================>            |     the rest is pending
+//
+// One pending token is a decode step; more are a prefill chunk, whether the prompt is new, the
+// sequence was preempted, or several tokens were accepted at once.
+
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "core/ledger.h"
+#include "core/reservation.h"
+#include "core/types.h"
+
+namespace kvledger {
+
+// Why a sequence ended; also the order in which they are documented in the contract.
+enum class EndReason : std::uint8_t {
+  kStop = 1,       // the model's end-of-text token, or a stop string found by the service
+  kLength = 2,     // its own limit on output tokens
+  kContext = 3,    // no room for another token in the context or in the pool
+  kCancelled = 4,  // the caller went away or its deadline passed
+  kFailed = 5,     // the step it was part of failed
+};
+
+// Where a sequence's time went. Every nanosecond from arrival to end is in exactly one of them.
+struct SequenceTimes {
+  Nanoseconds queued = 0;   // waiting for room, the first time or after a preemption
+  Nanoseconds prefill = 0;  // computing tokens before the next output token can exist
+  Nanoseconds decode = 0;   // producing output tokens
+};
+
+// Priorities lie between -kPriorityMax and kPriorityMax; the service's contract is narrower.
+inline constexpr std::int32_t kPriorityMax = 100;
+
+// What a request asks of the scheduler.
+struct Arrival {
+  SequenceId id;
+  TenantId tenant;
+  // When the service took the request in; not after the time of the plan that receives it.
+  Nanoseconds arrived_at = 0;
+  // Lower runs first.
+  std::int32_t priority = 0;
+  // Most output tokens, at least 1.
+  std::int64_t output_tokens_max = 1;
+  bool ignore_end_of_text = false;
+};
+
+struct Sequence {
+  enum class State : std::uint8_t { kWaiting, kRunning, kEnded };
+
+  Sequence(const Arrival& arrival, std::vector<Token> prompt, RequestAccount ledger_account);
+
+  std::int64_t token_count() const noexcept { return static_cast<std::int64_t>(tokens.size()); }
+  std::int64_t pending() const noexcept { return token_count() - computed; }
+  std::int64_t output_count() const noexcept { return token_count() - prompt_count; }
+
+  // Books the time since the last change of activity to the current one, and changes it.
+  enum class Activity : std::uint8_t { kQueued, kPrefill, kDecode };
+  void spend(Nanoseconds now, Activity next) noexcept;
+
+  const SequenceId id;
+  const TenantId tenant;
+  const RequestAccount account;
+  const std::int32_t priority;
+  const std::int64_t prompt_count;
+  const std::int64_t output_tokens_max;
+  const bool ignore_end_of_text;
+  const Nanoseconds arrived_at;
+
+  State state = State::kWaiting;
+  // Order among all sequences: lower goes first. Fixed at arrival, so a preempted sequence keeps
+  // its place and everything that waits long enough becomes the first.
+  std::int64_t rank = 0;
+  std::vector<Token> tokens;
+  std::int64_t computed = 0;
+  // The most that was ever computed: computing below it again is recomputation.
+  std::int64_t computed_peak = 0;
+  TableRow row;
+  Reservation reservation;
+
+  // True while an uncommitted step names the sequence.
+  bool in_step = false;
+  EndReason end_reason = EndReason::kStop;
+
+  std::int64_t overtaken = 0;
+  std::int64_t preemptions = 0;
+  std::int64_t recomputed_tokens = 0;
+  bool admitted_before = false;
+  SequenceTimes times;
+  Activity activity = Activity::kQueued;
+  Nanoseconds activity_since = 0;
+};
+
+}  // namespace kvledger

@@ -1,0 +1,165 @@
+"""The shape of a Llama-class model, read from a GGUF file's metadata.
+
+Every key under the architecture's prefix must be one this page knows: a key that would change the
+mathematics (rope scaling, experts, a sliding window) is refused, never ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import structlog
+
+from kvledger.errors import ModelRefused
+
+_log = structlog.get_logger(__name__)
+
+# The rotary base of the first Llama models, which files without the key mean.
+_DEFAULT_ROPE_BASE = 10_000.0
+
+# Keys of the architecture that describe the file or repeat what the tensors say.
+_HARMLESS = frozenset({"vocab_size"})
+_READ = frozenset(
+    {
+        "block_count",
+        "context_length",
+        "embedding_length",
+        "feed_forward_length",
+        "attention.head_count",
+        "attention.head_count_kv",
+        "attention.key_length",
+        "attention.value_length",
+        "attention.layer_norm_rms_epsilon",
+        "rope.freq_base",
+        "rope.dimension_count",
+        "rope.scaling.type",
+        "expert_count",
+    }
+)
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """Sizes of a Llama-class model; counts unless a unit is named."""
+
+    name: str
+    layers: int
+    hidden: int
+    feed_forward: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    context_tokens: int
+    rope_base: float
+    rms_epsilon: float
+
+    @classmethod
+    def from_gguf(cls, metadata: Mapping[str, object]) -> LlamaConfig:
+        """Reads and checks the metadata of an opened file; raises ModelRefused."""
+        architecture = metadata.get("general.architecture")
+        if architecture != "llama":
+            raise ModelRefused(
+                f"the model's architecture is {_shown(architecture)}; kvledger runs 'llama'"
+            )
+        keys = _Keys(metadata)
+        keys.refuse_unknown()
+        heads = keys.count("attention.head_count", 1, 1024)
+        hidden = keys.count("embedding_length", 32, 1 << 17)
+        head_dim = keys.count("attention.key_length", 16, 256, hidden // heads)
+        config = cls(
+            name=str(metadata.get("general.name") or "llama"),
+            layers=keys.count("block_count", 1, 1024),
+            hidden=hidden,
+            feed_forward=keys.count("feed_forward_length", 32, 1 << 20),
+            query_heads=heads,
+            kv_heads=keys.count("attention.head_count_kv", 1, heads, heads),
+            head_dim=head_dim,
+            context_tokens=keys.count("context_length", 2, 1 << 24),
+            rope_base=keys.rope_base(),
+            rms_epsilon=keys.number("attention.layer_norm_rms_epsilon", 0.0, 1.0),
+        )
+        config._check(keys)
+        return config
+
+    def _check(self, keys: _Keys) -> None:
+        for what, value in (
+            ("attention.value_length", self.head_dim),
+            ("rope.dimension_count", self.head_dim),
+        ):
+            found = keys.count(what, 1, 1 << 16, value)
+            if found != value:
+                raise ModelRefused(f"llama.{what} is {found}; kvledger needs {value}, the head size")
+        if self.query_heads % self.kv_heads != 0:
+            raise ModelRefused(
+                f"{self.query_heads} query heads cannot share {self.kv_heads} KV heads equally"
+            )
+        if self.head_dim % 16 != 0:
+            raise ModelRefused(
+                f"heads have {self.head_dim} dimensions; kvledger's kernels need a multiple of 16"
+            )
+        for what, size in (
+            ("embedding_length", self.hidden),
+            ("feed_forward_length", self.feed_forward),
+            ("head_count x head size", self.query_heads * self.head_dim),
+        ):
+            if size % 32 != 0:
+                raise ModelRefused(
+                    f"llama.{what} is {size}; kvledger's kernels need a multiple of 32"
+                )
+
+
+class _Keys:
+    """Typed access to the keys under `llama.`."""
+
+    def __init__(self, metadata: Mapping[str, object]) -> None:
+        self._values = {
+            key.removeprefix("llama."): value
+            for key, value in metadata.items()
+            if key.startswith("llama.")
+        }
+
+    def refuse_unknown(self) -> None:
+        unknown = sorted(set(self._values) - _READ - _HARMLESS)
+        if unknown:
+            raise ModelRefused(f"llama.{unknown[0]} is set, and kvledger does not know what it means")
+        scaling = self._values.get("rope.scaling.type", "none")
+        if scaling != "none":
+            raise ModelRefused(
+                f"llama.rope.scaling.type is {_shown(scaling)}; kvledger scales no rotary embedding"
+            )
+        if self._values.get("expert_count", 0) != 0:
+            raise ModelRefused("the model has experts; kvledger runs dense models")
+
+    def count(self, key: str, least: int, most: int, default: int | None = None) -> int:
+        value = self._values.get(key, default)
+        if value is None:
+            raise ModelRefused(f"llama.{key} is missing")
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ModelRefused(f"llama.{key} is not a whole number")
+        if not least <= value <= most:
+            raise ModelRefused(f"llama.{key} is {value}, outside {least} to {most}")
+        return value
+
+    def number(self, key: str, above: float, below: float) -> float:
+        value = self._values.get(key)
+        if value is None:
+            raise ModelRefused(f"llama.{key} is missing")
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ModelRefused(f"llama.{key} is not a number")
+        if not above < value < below:
+            raise ModelRefused(f"llama.{key} is {value}, outside {above} to {below}")
+        return float(value)
+
+    def rope_base(self) -> float:
+        if "rope.freq_base" not in self._values:
+            _log.warning("rope_base_missing", using=_DEFAULT_ROPE_BASE)
+            return _DEFAULT_ROPE_BASE
+        return self.number("rope.freq_base", 1.0, 1e12)
+
+
+def _shown(value: object) -> str:
+    """A value from the file for an operator's eyes: short and printable, or only its type."""
+    if isinstance(value, str) and len(value) <= 32 and value.isascii() and value.isprintable():
+        return repr(value)
+    return f"a {type(value).__name__}" if value is not None else "missing"

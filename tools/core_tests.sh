@@ -1,0 +1,11 @@
+#!/bin/sh
+# Builds the C++ tests in the folder $1, with the sanitizers $2 if given, and runs them.
+set -eu
+cd "$(dirname "$0")/.."
+folder=$1
+sanitizers=${2:-}
+PATH="$PWD/.venv/bin:$PATH"
+cmake -S . -B "$folder" -G Ninja -DKVLEDGER_TESTS=ON -DKVLEDGER_SANITIZE="$sanitizers" \
+  -DCMAKE_BUILD_TYPE="${KVLEDGER_BUILD_TYPE:-Release}" > /dev/null
+cmake --build "$folder" -- --quiet
+ctest --test-dir "$folder" --output-on-failure --progress
