@@ -65,15 +65,16 @@ std::int64_t Scheduler::choose_decode(Nanoseconds now, StepPlan& plan, StepRepor
       ++i;
       continue;
     }
-    const std::int64_t tokens = std::min(sequence.pending(), settings_.token_budget - chosen);
+    // Several tokens may be pending; whoever runs behind can still count on one.
+    const auto behind = static_cast<std::int64_t>(running_.size() - i - 1);
+    const std::int64_t tokens =
+        std::min(sequence.pending(), settings_.token_budget - chosen - behind);
     if (!grow(i, tokens, now, plan, report)) {
       preempt(sequence, now, report);  // the next sequence is now at index i
       continue;
     }
-    if (tokens > 0) {
-      chunks_.push_back(Chunk{&sequence, tokens});
-      chosen += tokens;
-    }
+    chunks_.push_back(Chunk{&sequence, tokens});
+    chosen += tokens;
     ++i;
   }
   return chosen;
@@ -132,7 +133,7 @@ void Scheduler::collect_prefill() {
     passed_over_.push_back(sequence);
     const BlockCount needed = blocks_to_admit(*sequence);
     if (needed <= room) {
-      room -= needed;
+      room -= needed + kOne;  // its blocks, and one to grow into
       --rows;
       --passes;
       candidates_.push_back(Candidate{sequence, 0});

@@ -73,7 +73,13 @@ if [ "$(cat "$venv/.packages-$tier" 2>/dev/null)" != "$wanted" ]; then
   rm -f "$venv/.built"
 fi
 
-newer=$(find core proto CMakeLists.txt pyproject.toml -newer "$venv/.built" -print 2>/dev/null | head -n 1 || true)
+# A module that is new to the package changes its folder; one that changed needs no build.
+newer=$(
+  {
+    find core proto CMakeLists.txt pyproject.toml -newer "$venv/.built" -print
+    find service -name __pycache__ -prune -o -type d -newer "$venv/.built" -print
+  } 2>/dev/null | head -n 1 || true
+)
 if [ ! -e "$venv/.built" ] || [ -n "$newer" ] ||
    [ "$(cat "$venv/.packages-$tier" 2>/dev/null)" != "$wanted" ]; then
   say "building kvledger"

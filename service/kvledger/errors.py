@@ -6,6 +6,7 @@ paths (never a client's strings), and says what to change. `rpc.errors` maps eac
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -34,4 +35,45 @@ class InvalidRequest(Exception):
 
     def __init__(self, *violations: FieldViolation) -> None:
         super().__init__("; ".join(f"{v.field}: {v.reason}" for v in violations))
-        self.violations = violations
+        self.violations: Sequence[FieldViolation] = violations
+
+
+class ModelUnknown(Exception):
+    """The request names a model that this server does not run."""
+
+    def __init__(self) -> None:
+        super().__init__("model: not served here; ListModels names the one that is")
+
+
+class QueueFull(Exception):
+    """As many requests wait as may; the caller can come back."""
+
+    def __init__(self, queued: int, retry_after_seconds: float) -> None:
+        super().__init__(f"{queued} requests are waiting, as many as may; try again later")
+        self.queued = queued
+        self.retry_after_seconds = retry_after_seconds
+
+
+class QueueTimeout(Exception):
+    """The request's own limit on waiting passed before there was room."""
+
+    def __init__(self, waited_seconds: float, retry_after_seconds: float) -> None:
+        super().__init__(f"no room within queue_timeout ({waited_seconds:.3f} s); try again later")
+        self.waited_seconds = waited_seconds
+        self.retry_after_seconds = retry_after_seconds
+
+
+class ServerDraining(Exception):
+    """The server finishes what it has and takes nothing new."""
+
+    def __init__(self, retry_after_seconds: float) -> None:
+        super().__init__("the server is shutting down; try another one or come back")
+        self.retry_after_seconds = retry_after_seconds
+
+
+class RequestFailed(Exception):
+    """Something inside the server failed while it served this request."""
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(f"the request failed inside the server; quote id {request_id}")
+        self.request_id = request_id

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import structlog
 
 from kvledger.errors import ModelRefused
+
+# How weights are kept in memory.
+WeightsMode = Literal["stored", "bf16", "f32"]
 
 _log = structlog.get_logger(__name__)
 

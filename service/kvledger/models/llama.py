@@ -16,9 +16,9 @@ import numpy.typing as npt
 import torch
 
 from kvledger import _core
-from kvledger.models.config import LlamaConfig
+from kvledger.models.config import LlamaConfig, WeightsMode
 from kvledger.models.model_file import ModelFile, StoredMatrix
-from kvledger.ops import Ops, WeightsMode
+from kvledger.ops import Ops
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ wider ones. Operations write into tensors of the caller and allocate nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -15,9 +15,8 @@ import torch
 
 from kvledger import _core
 from kvledger.errors import SettingRefused
+from kvledger.models.config import WeightsMode
 from kvledger.models.model_file import StoredMatrix
-
-WeightsMode = Literal["stored", "bf16", "f32"]
 
 
 class Weight(Protocol):

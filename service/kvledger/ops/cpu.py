@@ -14,7 +14,7 @@ import torch
 
 from kvledger import _core
 from kvledger.models.model_file import StoredMatrix
-from kvledger.ops import WeightsMode
+from kvledger.models.config import WeightsMode
 
 
 class CpuOps:

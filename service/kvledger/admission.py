@@ -1,0 +1,152 @@
+"""The door: what enters, what is refused, and the books' names for it.
+
+A request is refused at once if it can never fit, if too many wait already, or if the server is
+draining; everything else waits its turn in the core.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import structlog
+
+from kvledger.engine import EndReason, Engine, Job
+from kvledger.errors import QueueFull, ServerDraining
+from kvledger.limits import check_prompt_fits
+from kvledger.sampling import SamplingParameters
+from kvledger.streams import Mailbox, Receipt, Streams
+
+_log = structlog.get_logger(__name__)
+
+# What a refused caller is told to wait, within these bounds, in seconds.
+_RETRY_LEAST = 0.1
+_RETRY_MOST = 30.0
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Who asks: a tenant, by the number that the core books under and by name."""
+
+    tenant: int
+    name: str
+
+
+# The one tenant of a server started with --dev.
+DEV_CALLER = Caller(tenant=0, name="dev")
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """A request that entered."""
+
+    request_id: str
+    sequence: int
+    mailbox: Mailbox
+    prompt_tokens: int
+
+
+@dataclass
+class _Entry:
+    request_id: str
+    tenant: str
+
+
+class Admission:
+    """Takes requests in and writes one line in the log when each has ended."""
+
+    def __init__(self, engine: Engine, context_tokens: int, queued_max: int) -> None:
+        """`context_tokens` is the model's context window, `queued_max` the most that may wait."""
+        self._engine = engine
+        self._context_tokens = context_tokens
+        self._queued_max = queued_max
+        self._sequences = itertools.count(1)
+        self._entries: dict[int, _Entry] = {}
+        self._draining = False
+        self._finish_interval = 1.0  # seconds from one receipt to the next, smoothed
+        self._last_finish = time.monotonic()
+        self.streams = Streams(self._on_end)
+
+    @property
+    def open_requests(self) -> Mapping[int, object]:
+        """Requests without a receipt yet, by sequence."""
+        return self._entries
+
+    def drain(self) -> None:
+        """Refuses everything from now on."""
+        self._draining = True
+
+    def enter(
+        self,
+        caller: Caller,
+        prompt: npt.NDArray[np.int32],
+        max_tokens: int | None,
+        sampling: SamplingParameters,
+        priority: int,
+        ignore_eos: bool,
+    ) -> Ticket:
+        """Submits a request to the engine.
+
+        Raises InvalidRequest, QueueFull or ServerDraining. `max_tokens` None is the room there is.
+        """
+        arrived_at = time.monotonic_ns()
+        if self._draining:
+            raise ServerDraining(_RETRY_LEAST)
+        tokens_max = self._engine.sequence_tokens_max
+        check_prompt_fits(len(prompt), tokens_max, self._context_tokens)
+        if self.streams.waiting_count >= self._queued_max:
+            raise QueueFull(self.streams.waiting_count, self.retry_after)
+        # What exceeds the room ends with CONTEXT instead of LENGTH: ask for one token too many.
+        room = tokens_max - len(prompt)
+        sequence = next(self._sequences)
+        entry = _Entry(request_id=secrets.token_hex(16), tenant=caller.name)
+        self._entries[sequence] = entry
+        mailbox = self.streams.open(sequence)
+        self._engine.submit(
+            Job(
+                sequence=sequence,
+                tenant=caller.tenant,
+                prompt=prompt,
+                arrived_at=arrived_at,
+                max_tokens=min(max_tokens if max_tokens is not None else room + 1, room + 1),
+                sampling=sampling,
+                priority=priority,
+                ignore_eos=ignore_eos,
+            )
+        )
+        return Ticket(entry.request_id, sequence, mailbox, len(prompt))
+
+    @property
+    def retry_after(self) -> float:
+        """Seconds until a place in the queue is likely to be free."""
+        return min(_RETRY_MOST, max(_RETRY_LEAST, self._finish_interval))
+
+    def _on_end(self, sequence: int, receipt: Receipt | None) -> None:
+        now = time.monotonic()
+        self._finish_interval += 0.2 * (now - self._last_finish - self._finish_interval)
+        self._last_finish = now
+        entry = self._entries.pop(sequence)
+        if receipt is None:
+            _log.error("request_refused_by_core", request_id=entry.request_id)
+            return
+        write = _log.warning if receipt.end_reason == EndReason.FAILED else _log.info
+        write(
+            "request_finished",
+            request_id=entry.request_id,
+            tenant=entry.tenant,
+            reason=receipt.end_reason.name.lower(),
+            prompt_tokens=receipt.prompt_tokens,
+            output_tokens=receipt.output_tokens,
+            recomputed_tokens=receipt.recomputed_tokens,
+            preemptions=receipt.preemptions,
+            peak_blocks=receipt.peak_blocks,
+            held_block_seconds=round(receipt.held_seconds + receipt.held_nanos / 1e9, 6),
+            queued_ms=round(receipt.queued / 1e6, 3),
+            prefill_ms=round(receipt.prefill / 1e6, 3),
+            decode_ms=round(receipt.decode / 1e6, 3),
+        )

@@ -1,0 +1,54 @@
+"""The command `kvledger`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+from kvledger import __version__
+
+_USAGE = """\
+kvledger {version}: streams tokens of a language model and keeps the books of their KV memory.
+
+  kvledger serve      serve a model over gRPC           (kvledger serve --help)
+  kvledger chat       talk to a server in the terminal
+  kvledger generate   send one prompt to a server
+  kvledger models     list the models known by name; `kvledger models fetch` downloads one
+  kvledger doctor     check this machine, the model and the port, and say what to mend
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command that the first argument names; returns the exit status."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_USAGE.format(version=__version__), end="")
+        return 0
+    if arguments[0] == "--version":
+        print(__version__)
+        return 0
+    command = _command(arguments[0])
+    if command is None:
+        print(f"kvledger: no command {arguments[0]!r}; see kvledger --help", file=sys.stderr)
+        return 2
+    try:
+        return command(arguments[1:])
+    except KeyboardInterrupt:
+        return 130
+
+
+def _command(name: str) -> Callable[[Sequence[str]], int] | None:
+    """The function of a command; imported only when asked for, because torch takes seconds."""
+    if name == "serve":
+        from kvledger.cli.serve import run
+    elif name == "chat":
+        from kvledger.cli.chat import run
+    elif name == "generate":
+        from kvledger.cli.generate import run
+    elif name == "models":
+        from kvledger.cli.models import run
+    elif name == "doctor":
+        from kvledger.cli.doctor import run
+    else:
+        return None
+    return run

@@ -1,0 +1,91 @@
+"""What the commands that talk to a server share: connecting, streaming, and showing errors."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import unicodedata
+from collections.abc import Iterator
+
+import grpc
+
+from kvledger.v1 import generation_pb2, generation_pb2_grpc
+
+DEFAULT_SERVER = "127.0.0.1:50051"
+
+# Categories of characters that could move the cursor, change colours or reorder text.
+_CONTROL = {"Cc", "Cf", "Cs", "Zl", "Zp"}
+_KEPT = {"\n", "\t", "\u200d"}  # the last joins emoji
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of every command that generates."""
+    parser.add_argument("--server", default=DEFAULT_SERVER, help="host:port (%(default)s)")
+    parser.add_argument("--max-tokens", type=int, help="most tokens to generate")
+    parser.add_argument("--temperature", type=float, help="0 is greedy, the default")
+    parser.add_argument("--top-p", type=float, help="nucleus mass in (0, 1]")
+    parser.add_argument("--seed", type=int, help="same seed, same answer")
+    parser.add_argument("--receipt", action="store_true", help="show what the request cost")
+
+
+def apply_arguments(
+    request: generation_pb2.GenerateRequest, arguments: argparse.Namespace
+) -> generation_pb2.GenerateRequest:
+    """Fills in what the options say."""
+    if arguments.max_tokens is not None:
+        request.stop.max_tokens = arguments.max_tokens
+    if arguments.temperature is not None:
+        request.sampling.temperature = arguments.temperature
+    if arguments.top_p is not None:
+        request.sampling.top_p = arguments.top_p
+    if arguments.seed is not None:
+        request.sampling.seed = arguments.seed
+    return request
+
+
+def stream(
+    server: str, request: generation_pb2.GenerateRequest
+) -> Iterator[generation_pb2.GenerateResponse]:
+    """The responses of one Generate call; raises grpc.RpcError."""
+    with grpc.insecure_channel(server) as channel:
+        yield from generation_pb2_grpc.GenerationServiceStub(channel).Generate(request)
+
+
+def show(responses: Iterator[generation_pb2.GenerateResponse], receipt: bool) -> str:
+    """Prints text as it comes and returns all of it."""
+    parts = []
+    for response in responses:
+        if response.HasField("delta"):
+            parts.append(response.delta.text)
+            print(printable(response.delta.text), end="", flush=True)
+        elif response.HasField("finished"):
+            print()
+            if receipt:
+                print(summary(response.finished), file=sys.stderr)
+    return "".join(parts)
+
+
+def printable(text: str) -> str:
+    """The text without characters that a terminal would act on."""
+    return "".join(c for c in text if c in _KEPT or unicodedata.category(c) not in _CONTROL)
+
+
+def summary(finished: generation_pb2.Finished) -> str:
+    """One line about what the request cost."""
+    usage, receipt = finished.usage, finished.receipt
+    decode = receipt.decode_time.ToTimedelta().total_seconds()
+    held = receipt.held.seconds + receipt.held.nanos / 1e9
+    rate = f", {(usage.completion_tokens - 1) / decode:.1f} tokens/s" if decode > 0 else ""
+    return (
+        f"[{usage.prompt_tokens} + {usage.completion_tokens} tokens{rate}; "
+        f"{receipt.peak_blocks} KV blocks of {receipt.block_bytes} bytes at most, "
+        f"{held * receipt.block_bytes / 1e6:.3f} MB x s held]"
+    )
+
+
+def explain(error: grpc.RpcError, server: str) -> str:
+    """One sentence for a person about a call that failed."""
+    code, details = error.code(), error.details()
+    if code == grpc.StatusCode.UNAVAILABLE:
+        return f"no server answers at {server} (kvledger serve --dev starts one): {details}"
+    return f"{code.name}: {printable(details or '')}"

@@ -1,0 +1,123 @@
+"""`kvledger doctor`: looks at what serving needs and says what is wrong and how to mend it."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvledger import _core
+from kvledger.errors import ModelRefused, SettingRefused
+from kvledger.memory import memory_available, memory_limit
+from kvledger.models.catalogue import CATALOGUE
+from kvledger.settings import Settings, load_settings
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report; `mend` says what to do if it is not good."""
+
+    good: bool
+    subject: str
+    text: str
+    mend: str = ""
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Prints the report, with the settings of `kvledger serve`; 0 if all is well, else 1."""
+    try:
+        settings = load_settings(arguments)
+    except SettingRefused as error:
+        print(f"kvledger doctor: {error}", file=sys.stderr)
+        return 2
+    all_good = True
+    for check in (_processor, _memory, _model, _port, _self_test):
+        try:
+            finding = check(settings)
+        except (ModelRefused, SettingRefused) as error:
+            finding = Finding(False, check.__name__.strip("_").replace("_", "-"), str(error))
+        print(f"{'ok  ' if finding.good else 'FAIL'}  {finding.subject:10}  {finding.text}")
+        if not finding.good and finding.mend:
+            print(f"      {'':10}  to mend it: {finding.mend}")
+        all_good = all_good and finding.good
+    return 0 if all_good else 1
+
+
+def _processor(settings: Settings) -> Finding:
+    sets = _core.instruction_sets()
+    kernels = _core.CpuKernels(settings.kernel_threads, "auto")
+    barrier = _time_of(lambda: kernels.barriers(100_000)) / 100_000
+    text = f"kernels {sets[-1]}, {settings.kernel_threads} threads"
+    if settings.kernel_threads > 1:
+        text += f", meeting takes {barrier * 1e9:.0f} ns"
+    return Finding(True, "processor", text)
+
+
+def _memory(settings: Settings) -> Finding:
+    del settings
+    available, limit = memory_available(), memory_limit()
+    return Finding(
+        available >= 1 << 30,
+        "memory",
+        f"{available / 1e9:.1f} GB free of {limit / 1e9:.1f} GB that this process may use",
+        "free at least 1 GB, or give the container more",
+    )
+
+
+def _model(settings: Settings) -> Finding:
+    known = CATALOGUE.get(settings.model)
+    if known is None or known.is_fetched:
+        from kvledger.models.catalogue import model_path
+        from kvledger.models.model_file import ModelFile
+
+        path = model_path(settings.model)
+        fingerprint = ModelFile(path).fingerprint
+        good = known is None or fingerprint == known.sha256
+        mend = f"delete {path} and run: kvledger models fetch"
+        return Finding(good, "model", f"{path}, SHA-256 {fingerprint[:16]}...", mend)
+    return Finding(
+        False, "model", f"{known.name} is not fetched", f"kvledger models fetch {known.name}"
+    )
+
+
+def _port(settings: Settings) -> Finding:
+    host, port = settings.address
+    mend = "stop what listens there, or choose another --listen"
+    try:
+        with socket.create_server((host, port), family=_family(host)):
+            pass
+    except OSError as error:
+        return Finding(False, "port", f"{settings.listen}: {error.strerror or error}", mend)
+    return Finding(True, "port", f"{settings.listen} is free", mend)
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _self_test(settings: Settings) -> Finding:
+    """Loads the model with a small pool and generates one token."""
+    known = CATALOGUE.get(settings.model)
+    if known is not None and not known.is_fetched:
+        return Finding(False, "self-test", "not run: there is no model", "fetch the model first")
+    from kvledger.self_test import generate_one_token
+
+    started = time.monotonic()
+    token = generate_one_token(settings)
+    seconds = time.monotonic() - started
+    return Finding(
+        token is not None,
+        "self-test",
+        f"loaded and generated one token in {seconds:.1f} s"
+        if token is not None
+        else "the model's output is not a number",
+        "the model file is unusable: try another one",
+    )
+
+
+def _time_of(work: Callable[[], None]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started

@@ -1,0 +1,34 @@
+"""`kvledger serve`: loads a model and serves it."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+
+from kvledger.errors import ModelRefused, SettingRefused
+from kvledger.log import configure
+from kvledger.settings import load_settings
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Serves until stopped. 0 after a clean stop, 2 if it cannot start, 70 if the engine died."""
+    try:
+        settings = load_settings(arguments)
+        settings.require_identity()
+        configure(settings.log_format, settings.log_level)
+        # Torch takes seconds to import; a wrong setting should not.
+        from kvledger.served_model import load
+        from kvledger.server import Server
+
+        async def serve() -> int:
+            return await Server(settings, load(settings, _say)).run()
+
+        return asyncio.run(serve())
+    except (SettingRefused, ModelRefused) as error:
+        print(f"kvledger serve: {error}", file=sys.stderr)
+        return 2
+
+
+def _say(line: str) -> None:
+    print(f"kvledger: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,228 @@
+"""The engine loop: one thread that plans, computes, samples and commits, step after step.
+
+It is the only importer of the core's Engine. Requests come in through `submit` and `end`, which any
+thread may call; what happened goes out as one StepOutcome per crossing, through the `publish`
+function given at the start. There is no loop over sequences here.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+import structlog
+
+from kvledger import _core
+from kvledger.models.llama import Llama
+from kvledger.sampling import Sampler, SamplingParameters
+
+_log = structlog.get_logger(__name__)
+
+# How long an idle engine sleeps before it shows a sign of life again, in seconds.
+_IDLE_SECONDS = 0.25
+
+
+class EndReason(IntEnum):
+    """Why a sequence ended; as in core/sequence.h."""
+
+    STOP = 1
+    LENGTH = 2
+    CONTEXT = 3
+    CANCELLED = 4
+    FAILED = 5
+
+
+@dataclass(frozen=True)
+class Job:
+    """A sequence to compute.
+
+    `prompt` is int32 [tokens]; `arrived_at` is time.monotonic_ns() when the request came in;
+    `sequence` is never used twice.
+    """
+
+    sequence: int
+    tenant: int
+    prompt: npt.NDArray[np.int32]
+    arrived_at: int
+    max_tokens: int
+    sampling: SamplingParameters
+    priority: int = 0
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What one crossing into the core changed: structured arrays as in core/step_report.h."""
+
+    report: _core.Report
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing happened that anybody waits for."""
+        report = self.report
+        return not (
+            report.admissions.size
+            or report.tokens.size
+            or report.receipts.size
+            or report.refusals.size
+            or report.preemptions.size
+        )
+
+
+class Engine:
+    """Owns the core engine, the model and the sampler, and the thread that runs them."""
+
+    def __init__(
+        self,
+        core: _core.Engine,
+        model: Llama,
+        sampler: Sampler,
+        publish: Callable[[StepOutcome], None],
+        on_death: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`publish` and `on_death` are called from the engine's thread and must not block."""
+        self._core = core
+        self._model = model
+        self._sampler = sampler
+        self._publish = publish
+        self._on_death = on_death
+        self._wakeup = threading.Condition()
+        self._arrivals: list[Job] = []
+        self._ends: list[tuple[int, EndReason]] = []
+        self._stopping = False
+        self._sampling: dict[int, SamplingParameters] = {}
+        self._last_beat = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    @property
+    def sequence_tokens_max(self) -> int:
+        """Most tokens of a sequence, prompt and output."""
+        return self._core.sequence_tokens_max
+
+    @property
+    def silence_seconds(self) -> float:
+        """Time since the loop last made progress."""
+        return time.monotonic() - self._last_beat
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._last_beat = time.monotonic()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread after the step it is in; what still runs is abandoned."""
+        with self._wakeup:
+            self._stopping = True
+            self._wakeup.notify()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def submit(self, job: Job) -> None:
+        """Takes in a job. Its receipt will be published exactly once."""
+        with self._wakeup:
+            self._arrivals.append(job)
+            self._wakeup.notify()
+
+    def end(self, sequence: int, reason: EndReason) -> None:
+        """Ends a sequence before its time; one that has ended already is left alone."""
+        with self._wakeup:
+            self._ends.append((sequence, reason))
+            self._wakeup.notify()
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._beat()
+                if not self._step():
+                    self._sleep()
+        except BaseException:
+            _log.exception("engine_died")
+            self._on_death()
+            raise
+
+    def _beat(self) -> None:
+        self._last_beat = time.monotonic()
+
+    def _sleep(self) -> None:
+        with self._wakeup:
+            if not (self._arrivals or self._ends or self._stopping):
+                self._wakeup.wait(_IDLE_SECONDS)
+
+    def _step(self) -> bool:
+        """Plans and computes one step; False if there was nothing to compute."""
+        arrivals, ends = self._take_inbox()
+        ids = np.array([sequence for sequence, _ in ends], dtype=np.uint64)
+        reasons = np.array([reason for _, reason in ends], dtype=np.uint8)
+        plan, report = self._core.plan(time.monotonic_ns(), _as_arrays(arrivals), ids, reasons)
+        for admission in report.admissions:
+            sequence = int(admission["sequence"])
+            self._sampler.assign(int(admission["row"]), self._sampling[sequence])
+        self._hand_out(report)
+        if plan.tokens == 0:
+            return False
+        try:
+            tokens = self._compute(plan)
+        except Exception:
+            _log.exception("step_failed", step=plan.step, sequences=plan.sequences)
+            self._hand_out(self._core.abandon(plan.step, time.monotonic_ns()))
+            return True
+        offsets = np.arange(len(tokens) + 1, dtype=np.int32)
+        self._hand_out(self._core.commit(plan.step, tokens, offsets, time.monotonic_ns()))
+        return True
+
+    def _take_inbox(self) -> tuple[list[Job], list[tuple[int, EndReason]]]:
+        with self._wakeup:
+            arrivals, self._arrivals = self._arrivals, []
+            ends, self._ends = self._ends, []
+        if ends and arrivals:
+            # A job that ends before the core has seen it must arrive first: ends that name an
+            # arrival of this very moment wait for the next step.
+            new = {job.sequence for job in arrivals}
+            later = [end for end in ends if end[0] in new]
+            if later:
+                ends = [end for end in ends if end[0] not in new]
+                with self._wakeup:
+                    self._ends[:0] = later
+        for job in arrivals:
+            self._sampling[job.sequence] = job.sampling
+        return arrivals, ends
+
+    def _compute(self, plan: _core.Plan) -> npt.NDArray[np.int32]:
+        logits = self._model.forward(plan, self._beat)
+        positions = plan.positions[plan.logit_tokens] + np.int32(1)
+        return self._sampler.sample(logits, plan.logit_rows, positions)
+
+    def _hand_out(self, report: _core.Report) -> None:
+        for receipt in report.receipts:
+            self._sampling.pop(int(receipt["sequence"]), None)
+        for refusal in report.refusals:
+            self._sampling.pop(int(refusal["sequence"]), None)
+        outcome = StepOutcome(report)
+        if not outcome.is_empty:
+            self._publish(outcome)
+
+
+def _as_arrays(jobs: list[Job]) -> _core.Arrivals | None:
+    if not jobs:
+        return None
+    lengths = np.array([0, *(len(job.prompt) for job in jobs)], dtype=np.int64)
+    return _core.Arrivals(
+        ids=np.array([job.sequence for job in jobs], dtype=np.uint64),
+        tenants=np.array([job.tenant for job in jobs], dtype=np.uint32),
+        arrived_at=np.array([job.arrived_at for job in jobs], dtype=np.int64),
+        priorities=np.array([job.priority for job in jobs], dtype=np.int32),
+        output_tokens_max=np.array([job.max_tokens for job in jobs], dtype=np.int64),
+        ignore_end_of_text=np.array([job.ignore_eos for job in jobs], dtype=np.bool_),
+        offsets=np.cumsum(lengths, dtype=np.int64),
+        tokens=np.concatenate([job.prompt for job in jobs]).astype(np.int32, copy=False),
+    )

@@ -1,0 +1,179 @@
+"""Every limit on what a request may contain, in one table, and the one place that checks them.
+
+The checks run on the message as it arrived, before anything is allocated for it. Violations quote
+numbers and field paths, never the client's own strings.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kvledger.errors import FieldViolation, InvalidRequest
+from kvledger.v1 import generation_pb2, models_pb2
+
+# Largest message the server receives, in bytes; gRPC itself refuses a larger one.
+MESSAGE_BYTES_MAX = 4 * 1024 * 1024
+# Largest metadata of a call, in bytes.
+METADATA_BYTES_MAX = 16 * 1024
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The numbers from `least` to `most` are allowed for what `field` counts, in `unit`."""
+
+    field: str
+    least: float
+    most: float
+    unit: str
+
+
+_TABLE = (
+    Limit("model", 0, 256, "bytes"),
+    Limit("text", 1, 1024 * 1024, "bytes"),
+    Limit("token_ids.ids", 1, 256 * 1024, "ids"),
+    Limit("chat.messages", 1, 1024, "messages"),
+    Limit("chat.messages.content", 0, 1024 * 1024, "bytes in all messages"),
+    Limit("sampling.temperature", 0.0, 100.0, ""),
+    Limit("sampling.top_p", 0.0, 1.0, ""),
+    Limit("sampling.top_k", 0, 2**31 - 1, ""),
+    Limit("sampling.min_p", 0.0, 1.0, ""),
+    Limit("stop.max_tokens", 1, 2**31 - 1, "tokens"),
+    Limit("stop.sequences", 0, 16, "sequences"),
+    Limit("stop.sequences.text", 1, 256, "bytes"),
+    Limit("priority", -10, 10, ""),
+    Limit("queue_timeout", 0.0, 3600.0, "seconds"),
+)
+
+LIMITS = {limit.field: limit for limit in _TABLE}
+
+
+def check_generate(request: generation_pb2.GenerateRequest, vocabulary: int) -> None:
+    """Raises InvalidRequest with every violation of a GenerateRequest."""
+    _raise_if_any(_generate_violations(request, vocabulary))
+
+
+def check_tokenize(request: models_pb2.TokenizeRequest) -> None:
+    """Raises InvalidRequest with every violation of a TokenizeRequest."""
+    _raise_if_any(_prompt_violations(request))
+
+
+def check_detokenize(request: models_pb2.DetokenizeRequest, vocabulary: int) -> None:
+    """Raises InvalidRequest with every violation of a DetokenizeRequest."""
+    count = len(request.token_ids)
+    violations = list(_counted("token_ids", "token_ids.ids", count))
+    _raise_if_any(violations or _id_violations("token_ids", request.token_ids, vocabulary))
+
+
+def check_prompt_fits(tokens: int, tokens_max: int, context_tokens: int) -> None:
+    """Raises InvalidRequest unless a prompt leaves room for one token.
+
+    `tokens_max` is the most that a prompt and its output may be: the context window
+    (`context_tokens`), or what the whole KV pool holds.
+    """
+    if tokens < 1:
+        raise InvalidRequest(FieldViolation("prompt", "has no tokens; at least 1 is needed"))
+    if tokens >= tokens_max:
+        whose = "the context window" if tokens_max == context_tokens else "the whole KV pool"
+        raise InvalidRequest(
+            FieldViolation(
+                "prompt",
+                f"{tokens} tokens, at most {tokens_max - 1} leave room for an answer in {whose}",
+            )
+        )
+
+
+def _raise_if_any(violations: Iterator[FieldViolation] | list[FieldViolation]) -> None:
+    found = list(violations)
+    if found:
+        raise InvalidRequest(*found)
+
+
+def _generate_violations(
+    request: generation_pb2.GenerateRequest, vocabulary: int
+) -> Iterator[FieldViolation]:
+    yield from _prompt_violations(request)
+    if request.WhichOneof("prompt") == "token_ids":
+        count = list(_counted("token_ids.ids", "token_ids.ids", len(request.token_ids.ids)))
+        yield from count or _id_violations("token_ids.ids", request.token_ids.ids, vocabulary)
+    yield from _sampling_violations(request.sampling)
+    yield from _stop_violations(request.stop)
+    yield from _counted("priority", "priority", request.priority)
+    if request.HasField("queue_timeout"):
+        timeout = request.queue_timeout
+        yield from _counted("queue_timeout", "queue_timeout", timeout.seconds + timeout.nanos / 1e9)
+
+
+def _prompt_violations(
+    request: generation_pb2.GenerateRequest | models_pb2.TokenizeRequest,
+) -> Iterator[FieldViolation]:
+    yield from _counted("model", "model", len(request.model.encode()))
+    kind = request.WhichOneof("prompt")
+    if kind is None:
+        yield FieldViolation("prompt", "is not set; give text, token_ids or chat")
+    elif kind == "text":
+        yield from _counted("text", "text", len(request.text.encode()))
+    elif kind == "chat":
+        yield from _chat_violations(request.chat)
+
+
+def _chat_violations(chat: generation_pb2.ChatPrompt) -> Iterator[FieldViolation]:
+    count = list(_counted("chat.messages", "chat.messages", len(chat.messages)))
+    if count:
+        yield from count
+        return
+    for index, message in enumerate(chat.messages):
+        if message.role not in (
+            generation_pb2.ROLE_SYSTEM,
+            generation_pb2.ROLE_USER,
+            generation_pb2.ROLE_ASSISTANT,
+        ):
+            yield FieldViolation(
+                f"chat.messages[{index}].role",
+                f"{message.role} is not a role; set ROLE_SYSTEM, ROLE_USER or ROLE_ASSISTANT",
+            )
+    size = sum(len(message.content.encode()) for message in chat.messages)
+    yield from _counted("chat.messages.content", "chat.messages.content", size)
+
+
+def _sampling_violations(sampling: generation_pb2.SamplingOptions) -> Iterator[FieldViolation]:
+    for name in ("temperature", "top_p", "top_k", "min_p"):
+        if sampling.HasField(name):
+            field = f"sampling.{name}"
+            yield from _counted(field, field, getattr(sampling, name))
+    if sampling.HasField("top_p") and sampling.top_p == 0.0:
+        yield FieldViolation("sampling.top_p", "0 keeps no token; it must be above 0")
+
+
+def _stop_violations(stop: generation_pb2.StopOptions) -> Iterator[FieldViolation]:
+    if stop.HasField("max_tokens"):
+        yield from _counted("stop.max_tokens", "stop.max_tokens", stop.max_tokens)
+    count = list(_counted("stop.sequences", "stop.sequences", len(stop.sequences)))
+    if count:
+        yield from count
+        return
+    for index, text in enumerate(stop.sequences):
+        yield from _counted(
+            f"stop.sequences[{index}]", "stop.sequences.text", len(text.encode())
+        )
+
+
+def _id_violations(field: str, ids: object, vocabulary: int) -> Iterator[FieldViolation]:
+    for index, token in enumerate(ids):  # type: ignore[call-overload]
+        if token >= vocabulary:
+            yield FieldViolation(
+                f"{field}[{index}]", f"{token} is outside the vocabulary of {vocabulary} tokens"
+            )
+            return  # one is enough: there may be many
+
+
+def _counted(field: str, limit_name: str, value: float) -> Iterator[FieldViolation]:
+    limit = LIMITS[limit_name]
+    if not math.isfinite(value):
+        yield FieldViolation(field, "is not a finite number")
+    elif not limit.least <= value <= limit.most:
+        unit = f" {limit.unit}" if limit.unit else ""
+        yield FieldViolation(
+            field, f"{value:g}{unit}, allowed are {limit.least:g} to {limit.most:.10g}"
+        )

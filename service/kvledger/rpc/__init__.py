@@ -1,0 +1,1 @@
+"""The gRPC services: validate, translate, admit, stream. No proto message travels below here."""

@@ -1,0 +1,126 @@
+"""The single table from exceptions to gRPC statuses with google.rpc details.
+
+Whatever is not in the table is our mistake: INTERNAL, with nothing of the exception in it; the log
+has the rest under the id that the client is told.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import grpc
+import structlog
+from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
+
+from kvledger.errors import (
+    InvalidRequest,
+    ModelUnknown,
+    QueueFull,
+    QueueTimeout,
+    RequestFailed,
+    ServerDraining,
+)
+
+_log = structlog.get_logger(__name__)
+
+# ErrorInfo.domain of every refusal.
+DOMAIN = "kvledger.v1"
+
+Metadata = tuple[tuple[str, str | bytes], ...]
+
+
+@dataclass(frozen=True)
+class _Row:
+    """How one kind of exception looks from outside."""
+
+    code: grpc.StatusCode
+    reason: str
+    details: Callable[[Any], list[Message]] = lambda error: []
+    retry_seconds: Callable[[Any], float] | None = None
+
+
+def _field_violations(error: InvalidRequest) -> list[Message]:
+    return [
+        error_details_pb2.BadRequest(
+            field_violations=[
+                error_details_pb2.BadRequest.FieldViolation(
+                    field=violation.field, description=violation.reason
+                )
+                for violation in error.violations
+            ]
+        )
+    ]
+
+
+def _queue_violation(error: QueueFull) -> list[Message]:
+    return [
+        error_details_pb2.QuotaFailure(
+            violations=[
+                error_details_pb2.QuotaFailure.Violation(
+                    subject="server", description=f"{error.queued} requests are waiting"
+                )
+            ]
+        )
+    ]
+
+
+def _request_info(error: RequestFailed) -> list[Message]:
+    return [error_details_pb2.RequestInfo(request_id=error.request_id)]
+
+
+_TABLE: dict[type[Exception], _Row] = {
+    InvalidRequest: _Row(
+        grpc.StatusCode.INVALID_ARGUMENT, "FIELD_INVALID", _field_violations
+    ),
+    ModelUnknown: _Row(grpc.StatusCode.NOT_FOUND, "MODEL_UNKNOWN"),
+    QueueFull: _Row(
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        "QUEUE_FULL",
+        _queue_violation,
+        lambda error: error.retry_after_seconds,
+    ),
+    QueueTimeout: _Row(
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        "QUEUE_TIMEOUT",
+        retry_seconds=lambda error: error.retry_after_seconds,
+    ),
+    ServerDraining: _Row(
+        grpc.StatusCode.UNAVAILABLE,
+        "DRAINING",
+        retry_seconds=lambda error: error.retry_after_seconds,
+    ),
+    RequestFailed: _Row(grpc.StatusCode.INTERNAL, "REQUEST_FAILED", _request_info),
+}
+
+
+async def abort(
+    context: grpc.aio.ServicerContext[Any, Any], error: Exception, metadata: Metadata = ()
+) -> NoReturn:
+    """Ends a call with the status of an exception, and the given trailing metadata."""
+    row = _TABLE.get(type(error))
+    if row is None:
+        incident = secrets.token_hex(8)
+        _log.error("unexpected_error", incident=incident, exc_info=error)
+        error = RequestFailed(incident)
+        row = _TABLE[RequestFailed]
+    details = [error_details_pb2.ErrorInfo(reason=row.reason, domain=DOMAIN), *row.details(error)]
+    if row.retry_seconds is not None:
+        seconds = row.retry_seconds(error)
+        delay = duration_pb2.Duration()
+        delay.FromMilliseconds(round(seconds * 1000))
+        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+        # Stock gRPC clients wait as long as this says before they try again.
+        metadata += (("grpc-retry-pushback-ms", str(round(seconds * 1000))),)
+    status = status_pb2.Status(code=row.code.value[0], message=str(error))
+    for detail in details:
+        packed = any_pb2.Any()
+        packed.Pack(detail)
+        status.details.append(packed)
+    metadata += (("grpc-status-details-bin", status.SerializeToString()),)
+    await context.abort(row.code, str(error), trailing_metadata=metadata)
+    raise AssertionError("abort() always raises")

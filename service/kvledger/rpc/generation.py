@@ -1,0 +1,205 @@
+"""GenerationService: one request in, its tokens and its receipt out."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+
+import grpc
+
+from kvledger.admission import DEV_CALLER, Admission, Ticket
+from kvledger.engine import EndReason, Engine
+from kvledger.errors import ModelUnknown, QueueTimeout, RequestFailed
+from kvledger.limits import check_generate
+from kvledger.rpc.errors import Metadata, abort
+from kvledger.rpc.prompts import PromptEncoder
+from kvledger.rpc.translation import duration, receipt_message, sampling_parameters
+from kvledger.served_model import ServedModel
+from kvledger.streams import Mail, Receipt
+from kvledger.tokenizer import OutputText
+from kvledger.v1 import generation_pb2, generation_pb2_grpc
+
+# Trailing metadata that carries the receipt of a request that failed.
+RECEIPT_METADATA = "kvledger-receipt-bin"
+
+_FINISH_REASONS = {
+    EndReason.STOP: generation_pb2.FINISH_REASON_STOP,
+    EndReason.LENGTH: generation_pb2.FINISH_REASON_LENGTH,
+    EndReason.CONTEXT: generation_pb2.FINISH_REASON_CONTEXT,
+}
+
+_Context = grpc.aio.ServicerContext[
+    generation_pb2.GenerateRequest, generation_pb2.GenerateResponse
+]
+
+
+class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
+    """See GenerationService in the contract."""
+
+    def __init__(
+        self, model: ServedModel, engine: Engine, admission: Admission, prompts: PromptEncoder
+    ) -> None:
+        self._model = model
+        self._engine = engine
+        self._admission = admission
+        self._prompts = prompts
+
+    async def Generate(  # noqa: N802  # the contract's name
+        self, request: generation_pb2.GenerateRequest, context: _Context
+    ) -> AsyncIterator[generation_pb2.GenerateResponse]:
+        """Validates, admits, streams; the blocks come back however the call ends."""
+        ticket: Ticket | None = None
+        stream: _Stream | None = None
+        try:
+            check_generate(request, self._model.tokenizer.vocabulary_size)
+            if not self._model.answers_to(request.model):
+                raise ModelUnknown
+            prompt = await self._prompts.encode(request)
+            ticket = self._admission.enter(
+                caller=DEV_CALLER,
+                prompt=prompt,
+                max_tokens=request.stop.max_tokens if request.stop.HasField("max_tokens") else None,
+                sampling=sampling_parameters(request.sampling),
+                priority=request.priority,
+                ignore_eos=request.stop.ignore_eos,
+            )
+            stream = _Stream(request, ticket, self._model, self._engine, self._admission)
+            async for response in stream.responses():
+                yield response
+        except (asyncio.CancelledError, grpc.aio.AbortError):
+            raise
+        except Exception as error:
+            trailer = stream.receipt_trailer() if stream is not None else ()
+            await abort(context, error, trailer)
+        finally:
+            if ticket is not None and (stream is None or not stream.ended):
+                self._engine.end(ticket.sequence, EndReason.CANCELLED)
+
+
+class _Stream:
+    """One admitted request on its way out."""
+
+    def __init__(
+        self,
+        request: generation_pb2.GenerateRequest,
+        ticket: Ticket,
+        model: ServedModel,
+        engine: Engine,
+        admission: Admission,
+    ) -> None:
+        self._ticket = ticket
+        self._model = model
+        self._engine = engine
+        self._admission = admission
+        self._wants_ids = request.output.token_ids
+        self._final_only = request.output.final_only
+        self._queue_timeout: float | None = None
+        if request.HasField("queue_timeout"):
+            self._queue_timeout = request.queue_timeout.ToTimedelta().total_seconds()
+        self._output = OutputText(model.tokenizer, list(request.stop.sequences))
+        self._texts: list[str] = []
+        self._token_ids: list[int] = []
+        self._receipt: Receipt | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether the core has given the blocks back."""
+        return self._receipt is not None
+
+    def receipt_trailer(self) -> Metadata:
+        """Trailing metadata with the receipt, if there is one."""
+        if self._receipt is None:
+            return ()
+        return ((RECEIPT_METADATA, self._receipt_message().SerializeToString()),)
+
+    async def responses(self) -> AsyncIterator[generation_pb2.GenerateResponse]:
+        """Accepted, deltas, finished. Raises what the table in rpc.errors maps."""
+        mail = await self._admitted()
+        if mail.admitted_after is not None:
+            yield self._accepted(mail.admitted_after)
+        while True:
+            for delta in self._deltas(mail):
+                yield delta
+            if mail.is_last:
+                break
+            mail = await self._ticket.mailbox.next()
+        self._receipt = mail.receipt
+        yield self._finished()
+
+    async def _admitted(self) -> Mail:
+        """The first mail, within the request's own limit on waiting."""
+        started = time.monotonic()
+        try:
+            return await asyncio.wait_for(self._ticket.mailbox.next(), self._queue_timeout)
+        except asyncio.TimeoutError:  # noqa: UP041  # another class before Python 3.11
+            self._engine.end(self._ticket.sequence, EndReason.CANCELLED)
+            while not (mail := await self._ticket.mailbox.next()).is_last:
+                pass
+            self._receipt = mail.receipt
+            raise QueueTimeout(
+                time.monotonic() - started, self._admission.retry_after
+            ) from None
+
+    def _deltas(self, mail: Mail) -> list[generation_pb2.GenerateResponse]:
+        """At most one delta: what of the mail's tokens may be shown now."""
+        was_stopped = self._output.stopped
+        piece = self._output.feed(mail.tokens)
+        text, token_ids = piece.text, piece.token_ids
+        if mail.is_last and not was_stopped:
+            rest = self._output.finish()
+            text, token_ids = text + rest.text, token_ids + rest.token_ids
+        if self._output.stopped and not was_stopped and not mail.is_last:
+            # What the core computes beyond the stop string is thrown away.
+            self._engine.end(self._ticket.sequence, EndReason.STOP)
+        if self._final_only:
+            self._texts.append(text)
+            self._token_ids.extend(token_ids)
+            return []
+        if not text and not token_ids:
+            return []
+        delta = generation_pb2.Delta(text=text, tokens=len(token_ids))
+        if self._wants_ids:
+            delta.token_ids.extend(token_ids)
+        return [generation_pb2.GenerateResponse(delta=delta)]
+
+    def _accepted(self, queued: int) -> generation_pb2.GenerateResponse:
+        return generation_pb2.GenerateResponse(
+            accepted=generation_pb2.Accepted(
+                request_id=self._ticket.request_id,
+                prompt_tokens=self._ticket.prompt_tokens,
+                queue_time=duration(queued),
+            )
+        )
+
+    def _finished(self) -> generation_pb2.GenerateResponse:
+        receipt = self._receipt
+        reason = EndReason.STOP if self._output.stopped else receipt and receipt.end_reason
+        if receipt is None or reason not in _FINISH_REASONS:
+            raise RequestFailed(self._ticket.request_id)
+        sample = generation_pb2.Sample(finish_reason=_FINISH_REASONS[reason])
+        if self._final_only:
+            sample.text = "".join(self._texts)
+            if self._wants_ids:
+                sample.token_ids.extend(self._token_ids)
+        return generation_pb2.GenerateResponse(
+            finished=generation_pb2.Finished(
+                samples=[sample],
+                usage=generation_pb2.Usage(
+                    prompt_tokens=self._ticket.prompt_tokens,
+                    completion_tokens=self._output.token_count,
+                ),
+                receipt=self._receipt_message(),
+            )
+        )
+
+    def _receipt_message(self) -> generation_pb2.Receipt:
+        assert self._receipt is not None
+        return receipt_message(
+            self._receipt,
+            self._ticket.request_id,
+            self._model.kv_format,
+            self._model.layout.block_bytes,
+        )
+
+

@@ -1,0 +1,164 @@
+"""A model made ready to serve: file, tokenizer, weights, KV pool and core engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import structlog
+
+from kvledger import _core
+from kvledger.errors import ModelRefused, SettingRefused
+from kvledger.memory import memory_available
+from kvledger.models.catalogue import CATALOGUE, model_path
+from kvledger.models.config import LlamaConfig, WeightsMode
+from kvledger.models.llama import Llama, load_weights
+from kvledger.models.model_file import ModelFile
+from kvledger.ops import Ops, make_ops
+from kvledger.settings import Settings
+from kvledger.tokenizer import Tokenizer, VocabularySource
+
+_log = structlog.get_logger(__name__)
+
+# The part of free memory that the KV pool takes unless told otherwise.
+_DEFAULT_SHARE = 4
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """The model of this process."""
+
+    id: str
+    fingerprint: str  # SHA-256 of the file
+    config: LlamaConfig
+    tokenizer: Tokenizer
+    weights_mode: WeightsMode
+    weight_bytes: int
+    layout: _core.KvLayout
+    kv_format: str
+    blocks: int
+    # Most tokens of a sequence: the context window, or one more than the pool has slots.
+    tokens_max: int
+    core: _core.Engine
+    llama: Llama
+
+    def answers_to(self, name: str) -> bool:
+        """Whether a request that names this model, or none, is meant for it."""
+        return name in ("", self.id)
+
+
+def load(settings: Settings, say: Callable[[str], None] = lambda line: None) -> ServedModel:
+    """Loads everything; raises ModelRefused or SettingRefused, each in one sentence."""
+    started = time.monotonic()
+    ops = make_ops(
+        settings.device, settings.kernels, settings.kernel_threads, settings.instruction_set
+    )
+    path = model_path(settings.model, say)
+    file = ModelFile(path)
+    fingerprint = _checked_fingerprint(settings.model, file)
+    config = LlamaConfig.from_gguf(file.metadata)
+    tokenizer = Tokenizer(VocabularySource.from_gguf(file.metadata))
+    say(f"loading {path.name}: {config.layers} layers, weights {settings.weights}")
+    weights = load_weights(file, config, tokenizer.vocabulary_size, ops, settings.weights)
+    del file
+    layout = _core.KvLayout(
+        layers=config.layers,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        block_tokens=settings.block_tokens,
+    )
+    blocks = pool_blocks(settings, layout, config.context_tokens, memory_available())
+    try:
+        memory = _core.KvMemory(layout, settings.kv_format, blocks)
+    except MemoryError:
+        raise SettingRefused(
+            f"the system has no {blocks * layout.block_bytes} bytes for the KV pool; "
+            f"lower --kv-bytes or --kv-blocks"
+        ) from None
+    core = _core.Engine(
+        blocks=blocks,
+        slots_per_block=layout.slots_per_block(settings.kv_format),
+        context_tokens=config.context_tokens,
+        token_budget=settings.token_budget,
+        sequences_max=settings.sequences_max,
+        end_of_text=sorted(tokenizer.eos_ids),
+        aging_per_priority=round(settings.priority_aging * 1e9),
+        now=time.monotonic_ns(),
+    )
+    llama = Llama(
+        config, weights, ops, memory, settings.token_budget, core.sequence_tokens_max
+    )
+    model = ServedModel(
+        id=settings.model if settings.model in CATALOGUE else path.stem,
+        fingerprint=fingerprint,
+        config=config,
+        tokenizer=tokenizer,
+        weights_mode=settings.weights,
+        weight_bytes=weights.bytes,
+        layout=layout,
+        kv_format=settings.kv_format,
+        blocks=blocks,
+        tokens_max=core.sequence_tokens_max,
+        core=core,
+        llama=llama,
+    )
+    _log_loaded(model, ops, time.monotonic() - started)
+    return model
+
+
+def pool_blocks(
+    settings: Settings, layout: _core.KvLayout, context_tokens: int, available: int
+) -> int:
+    """Blocks of the KV pool, with `available` bytes of memory free. Raises SettingRefused."""
+    block = layout.block_bytes
+    if settings.kv_blocks is not None:
+        blocks, said = settings.kv_blocks, f"--kv-blocks {settings.kv_blocks}"
+    elif settings.kv_bytes is not None:
+        blocks, said = settings.kv_bytes // block, f"--kv-bytes {settings.kv_bytes}"
+        if blocks < 1:
+            raise SettingRefused(f"{said} is less than one block, {block} bytes")
+    else:
+        slots = layout.slots_per_block(settings.kv_format)
+        useful = settings.sequences_max * -(-(context_tokens - 1) // slots)
+        blocks, said = min(useful, available // _DEFAULT_SHARE // block), "the default KV pool"
+        if blocks < 1:
+            raise SettingRefused(
+                f"{available} bytes of memory are free; a quarter of it holds no block of "
+                f"{block} bytes; free some, or set --kv-blocks"
+            )
+    if blocks * block > available:
+        raise SettingRefused(
+            f"{said} takes {blocks * block} bytes, and {available} are free; lower it"
+        )
+    return blocks
+
+
+def _checked_fingerprint(model: str, file: ModelFile) -> str:
+    """The file's SHA-256; ModelRefused if it is a known model's and not what it should be."""
+    fingerprint = file.fingerprint
+    known = CATALOGUE.get(model)
+    if known is not None and fingerprint != known.sha256:
+        raise ModelRefused(
+            f"{known.path} is damaged (SHA-256 {fingerprint}); delete it and start again"
+        )
+    return fingerprint
+
+
+def _log_loaded(model: ServedModel, ops: Ops, seconds: float) -> None:
+    slots = model.layout.slots_per_block(model.kv_format)
+    _log.info(
+        "model_loaded",
+        model=model.id,
+        fingerprint=model.fingerprint[:16],
+        kernels=ops.description,
+        weights=model.weights_mode,
+        weight_mb=round(model.weight_bytes / 1e6, 1),
+        kv_format=model.kv_format,
+        kv_blocks=model.blocks,
+        kv_block_bytes=model.layout.block_bytes,
+        kv_mb=round(model.blocks * model.layout.block_bytes / 1e6, 1),
+        kv_tokens=model.blocks * slots,
+        sequence_tokens_max=model.tokens_max,
+        seconds=round(seconds, 2),
+    )

@@ -1,0 +1,201 @@
+"""One server process: the engine thread, the gRPC server, and how they start and stop.
+
+Start: load, start the engine, serve. Stop: SIGTERM makes health NOT_SERVING, refuses new requests
+and gives running streams `drain_timeout` to end; a second signal stops at once. If the engine's
+loop ever dies, open requests fail and the process exits with a reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import signal
+import sys
+from collections.abc import Callable
+
+import grpc
+import structlog
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection, reflection_pb2
+
+from kvledger.admission import Admission
+from kvledger.engine import Engine, StepOutcome
+from kvledger.errors import SettingRefused
+from kvledger.limits import MESSAGE_BYTES_MAX, METADATA_BYTES_MAX
+from kvledger.rpc.doors import check_every_method_has_a_row
+from kvledger.rpc.generation import GenerationServicer
+from kvledger.rpc.models import ModelServicer
+from kvledger.rpc.prompts import PromptEncoder
+from kvledger.sampling import Sampler
+from kvledger.served_model import ServedModel
+from kvledger.settings import Settings
+from kvledger.v1 import generation_pb2, generation_pb2_grpc, models_pb2, models_pb2_grpc
+
+_log = structlog.get_logger(__name__)
+
+# Exit status of a server whose engine died (EX_SOFTWARE of sysexits.h).
+ENGINE_DIED = 70
+
+# How often health looks at the engine's heartbeat, in seconds.
+_HEALTH_INTERVAL = 0.25
+# What handlers get to send their last message once their requests have ended, in seconds.
+_LAST_WORDS = 2.0
+
+_OPTIONS = (
+    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.max_metadata_size", METADATA_BYTES_MAX),
+    ("grpc.absolute_max_metadata_size", METADATA_BYTES_MAX),
+    ("grpc.max_concurrent_streams", 4096),
+    # Two servers on one port would share its connections without a word.
+    ("grpc.so_reuseport", 0),
+    # A client that vanished is noticed within 40 s; one that pings every 10 s is welcome.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+
+_SERVICES = {
+    descriptor.full_name: descriptor
+    for descriptor in (
+        generation_pb2.DESCRIPTOR.services_by_name["GenerationService"],
+        models_pb2.DESCRIPTOR.services_by_name["ModelService"],
+        health_pb2.DESCRIPTOR.services_by_name["Health"],
+        reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"],
+    )
+}
+
+
+class Server:
+    """Serves one model until it is told to stop."""
+
+    def __init__(self, settings: Settings, model: ServedModel) -> None:
+        check_every_method_has_a_row(_SERVICES.values())
+        self._settings = settings
+        self._model = model
+        self._loop: asyncio.AbstractEventLoop | None = None
+        sampler = Sampler(settings.sequences_max)
+        self._engine = Engine(model.core, model.llama, sampler, self._publish, self._engine_died)
+        self._admission = Admission(
+            self._engine, model.config.context_tokens, settings.max_queued
+        )
+        self._prompts = PromptEncoder(model.tokenizer)
+        self._health = health.aio.HealthServicer()
+        self._stop_requested = asyncio.Event()
+        self._stop_now = asyncio.Event()
+        self._died = False
+
+    async def run(self, ready: Callable[[], None] = lambda: None) -> int:
+        """Serves until stopped; returns the process's exit status. `ready` is called once."""
+        self._loop = asyncio.get_running_loop()
+        grpc_server = self._make_grpc_server()
+        self._engine.start()
+        await grpc_server.start()
+        # What is loaded stays: the collector need not look at it again and again.
+        gc.collect()
+        gc.freeze()
+        # A kernel's thread that wants the GIL back should not wait 5 ms for it.
+        sys.setswitchinterval(0.0005)
+        self._handle_signals()
+        watch = asyncio.create_task(self._watch_heartbeat())
+        _log.info("serving", listen=self._settings.listen, model=self._model.id)
+        if self._settings.dev:
+            _log.warning("dev_mode", meaning="callers without identity are served as one tenant")
+        ready()
+        await self._stop_requested.wait()
+        await self._drain()
+        watch.cancel()
+        await grpc_server.stop(_LAST_WORDS)
+        self._engine.stop()
+        self._prompts.close()
+        _log.info("stopped", open_requests=len(self._admission.open_requests))
+        return ENGINE_DIED if self._died else 0
+
+    def request_stop(self) -> None:
+        """Drains; asked again, stops at once."""
+        if self._stop_requested.is_set():
+            self._stop_now.set()
+        self._stop_requested.set()
+
+    def _make_grpc_server(self) -> grpc.aio.Server:
+        server = grpc.aio.server(options=_OPTIONS)
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(
+            GenerationServicer(self._model, self._engine, self._admission, self._prompts), server
+        )
+        models_pb2_grpc.add_ModelServiceServicer_to_server(
+            ModelServicer(self._model, self._prompts), server
+        )
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        if self._settings.dev:
+            reflection.enable_server_reflection(tuple(_SERVICES), server)
+        try:
+            port = server.add_insecure_port(self._settings.listen)
+        except RuntimeError:
+            port = 0
+        if port == 0:
+            raise SettingRefused(
+                f"--listen {self._settings.listen}: the address is in use or not this machine's"
+            )
+        return server
+
+    def _publish(self, outcome: StepOutcome) -> None:
+        assert self._loop is not None
+        # The loop may be gone when the last step ends during a hard stop.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._admission.streams.deliver, outcome)
+
+    def _engine_died(self) -> None:
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._give_up)
+
+    def _give_up(self) -> None:
+        self._died = True
+        self._admission.streams.fail_all()
+        self.request_stop()
+
+    def _handle_signals(self) -> None:
+        assert self._loop is not None
+        for number in (signal.SIGTERM, signal.SIGINT):
+            with contextlib.suppress(ValueError, NotImplementedError):  # not the main thread
+                self._loop.add_signal_handler(number, self.request_stop)
+
+    async def _watch_heartbeat(self) -> None:
+        """Health says what the engine's loop does, not what somebody hopes."""
+        previous = None
+        while True:
+            silent = self._engine.silence_seconds > self._settings.heartbeat_timeout
+            serving = self._engine.alive and not silent
+            if serving != previous:
+                await self._set_health(serving)
+                if previous is not None:
+                    _log.warning("health_changed", serving=serving)
+                previous = serving
+            await asyncio.sleep(_HEALTH_INTERVAL)
+
+    async def _set_health(self, serving: bool) -> None:
+        status = (
+            health_pb2.HealthCheckResponse.SERVING
+            if serving
+            else health_pb2.HealthCheckResponse.NOT_SERVING
+        )
+        for name in ("", *_SERVICES):
+            await self._health.set(name, status)
+
+    async def _drain(self) -> None:
+        await self._health.enter_graceful_shutdown()
+        self._admission.drain()
+        streams = self._admission.streams
+        _log.info("draining", open_requests=streams.open_count)
+        empty = asyncio.create_task(streams.wait_until_empty())
+        now = asyncio.create_task(self._stop_now.wait())
+        await asyncio.wait(
+            (empty, now),
+            timeout=self._settings.drain_timeout,
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+        empty.cancel()
+        now.cancel()

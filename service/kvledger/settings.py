@@ -1,0 +1,233 @@
+"""Settings of a server: command line > environment (KVLEDGER_*) > TOML file > defaults.
+
+Unknown keys are refused wherever they stand, because a misspelt limit that is ignored is worse than
+a server that does not start.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ByteSize, Field, ValidationError
+from pydantic_settings import (
+    BaseSettings,
+    CliSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
+
+from kvledger.errors import SettingRefused
+from kvledger.log import LogFormat, LogLevel
+from kvledger.models.config import WeightsMode
+
+_ENVIRONMENT = "KVLEDGER_"
+# Variables with the prefix that are no settings: what the build and the tests read.
+_OTHER_VARIABLES = frozenset({"KVLEDGER_CUDA", "KVLEDGER_TEST_MODEL", "KVLEDGER_BUILD_TYPE"})
+
+
+class Settings(BaseSettings):
+    """Everything that can be set, with units in the descriptions."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=_ENVIRONMENT,
+        extra="forbid",
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_avoid_json=True,
+        cli_hide_none_type=True,
+        cli_prog_name="kvledger serve",
+        validate_default=False,
+        frozen=True,
+    )
+
+    listen: str = Field("127.0.0.1:50051", description="host:port to serve on")
+    model: str = Field(
+        "smollm2-135m-instruct", description="name of a known model, or path of a GGUF file"
+    )
+    weights: WeightsMode = Field(
+        "stored", description="how weights are kept in memory: as the file stores them, or as floats"
+    )
+    kv_format: Literal["bf16", "f32"] = Field(
+        "bf16", description="how keys and values are stored"
+    )
+    kv_bytes: ByteSize | None = Field(
+        None, description="size of the KV pool, such as 4GiB; default: a quarter of free memory"
+    )
+    kv_blocks: int | None = Field(
+        None, ge=1, le=2**31 - 1, description="size of the KV pool in blocks, instead of --kv-bytes"
+    )
+    block_tokens: int = Field(
+        32, description="tokens per block in bf16, a power of two from 8 to 256"
+    )
+    token_budget: int = Field(
+        256, ge=1, le=1 << 20, description="most tokens that one step computes"
+    )
+    max_sequences: int | None = Field(
+        None,
+        ge=1,
+        le=1 << 16,
+        description="most sequences running at once; default: 64, or the token budget if less",
+    )
+    max_queued: int = Field(
+        256, ge=1, le=1 << 20, description="most requests waiting; one more is refused"
+    )
+    priority_aging: float = Field(
+        5.0, ge=0.0, le=3600.0, description="seconds of waiting that one level of priority is worth"
+    )
+    threads: int | None = Field(
+        None, ge=1, le=1024, description="threads of the CPU kernels; default: all processors"
+    )
+    device: Literal["cpu", "cuda"] = Field("cpu", description="where the model runs")
+    kernels: Literal["core", "torch"] = Field(
+        "core", description="the core's kernels, or plain torch as a reference (slow)"
+    )
+    instruction_set: str = Field(
+        "auto", description="auto, portable, avx2 or avx512, for the core's kernels"
+    )
+    dev: bool = Field(
+        False, description="serve callers without identity, as one tenant; for development"
+    )
+    drain_timeout: float = Field(
+        30.0,
+        ge=0.0,
+        le=3600.0,
+        description="seconds that running streams get to end after SIGTERM",
+    )
+    heartbeat_timeout: float = Field(
+        5.0,
+        gt=0.0,
+        le=600.0,
+        description="seconds without progress after which health says NOT_SERVING",
+    )
+    log_format: LogFormat = Field("auto", description="auto, json or console")
+    log_level: LogLevel = Field("info", description="debug, info, warning or error")
+    config: Path | None = Field(None, description="a TOML file with settings by these names")
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """The order in which sources win; the command line is put before these."""
+        del dotenv_settings, file_secret_settings
+        return init_settings, env_settings, _TomlSource(settings_cls, init_settings)
+
+    @property
+    def sequences_max(self) -> int:
+        """Most sequences running at once, with the default worked out."""
+        return self.max_sequences if self.max_sequences is not None else min(64, self.token_budget)
+
+    @property
+    def kernel_threads(self) -> int:
+        """Threads of the kernels, with the default worked out."""
+        return self.threads if self.threads is not None else len(os.sched_getaffinity(0))
+
+    def require_identity(self) -> None:
+        """Raises SettingRefused if the server could not tell its callers apart."""
+        if not self.dev:
+            raise SettingRefused(
+                "callers have no identity yet, so only --dev starts: it serves every caller as "
+                "one tenant; use it where nobody else can connect"
+            )
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port of `listen`."""
+        host, _, port = self.listen.rpartition(":")
+        return host.strip("[]"), int(port)
+
+
+class _TomlSource(TomlConfigSettingsSource):
+    """The file that `config` names; its keys are the settings' names, with - or _."""
+
+    def __init__(
+        self, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource
+    ) -> None:
+        path = init_settings().get("config")
+        super().__init__(settings_cls, Path(path) if path else None)
+
+    def _read_file(self, file_path: Path) -> dict[str, Any]:
+        return {key.replace("-", "_"): value for key, value in super()._read_file(file_path).items()}
+
+
+def load_settings(
+    arguments: Sequence[str], environment: Mapping[str, str] | None = None
+) -> Settings:
+    """Settings from a command line and the environment. SettingRefused, in one sentence."""
+    environment = os.environ if environment is None else environment
+    _refuse_unknown_variables(environment)
+    path = _config_path(arguments, environment)
+    if path is not None and not path.is_file():
+        raise SettingRefused(f"--config {path}: there is no such file")
+    try:
+        given = {"config": path} if path is not None else {}
+        settings = Settings(
+            _cli_settings_source=CliSettingsSource(
+                Settings, cli_parse_args=list(arguments), root_parser=None
+            ),  # type: ignore[call-arg]
+            **given,
+        )
+    except ValidationError as error:
+        raise SettingRefused(_sentence(error)) from None
+    except ValueError as error:  # of the TOML reader: it names line and column
+        raise SettingRefused(f"--config {path}: {error}") from None
+    _check(settings)
+    return settings
+
+
+def _config_path(arguments: Sequence[str], environment: Mapping[str, str]) -> Path | None:
+    """The TOML file's path, which must be known before the other sources are read."""
+    for index, argument in enumerate(arguments):
+        if argument == "--config" and index + 1 < len(arguments):
+            return Path(arguments[index + 1])
+        if argument.startswith("--config="):
+            return Path(argument.removeprefix("--config="))
+    named = environment.get(_ENVIRONMENT + "CONFIG")
+    return Path(named) if named else None
+
+
+def _refuse_unknown_variables(environment: Mapping[str, str]) -> None:
+    known = {_ENVIRONMENT + name.upper() for name in Settings.model_fields} | _OTHER_VARIABLES
+    for variable in sorted(environment):
+        if variable.upper().startswith(_ENVIRONMENT) and variable.upper() not in known:
+            near = difflib.get_close_matches(variable.upper(), sorted(known), n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise SettingRefused(f"the environment variable {variable} is no setting{hint}")
+
+
+def _sentence(error: ValidationError) -> str:
+    first = error.errors(include_url=False, include_context=False)[0]
+    name = str(first["loc"][0]) if first["loc"] else "settings"
+    option = f"--{name.replace('_', '-')}"
+    if first["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(name.replace("-", "_"), list(Settings.model_fields), n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        return f"{name} is no setting{hint}"
+    return f"{option}: {first['msg'][0].lower()}{first['msg'][1:]} (given: {first['input']!r})"
+
+
+def _check(settings: Settings) -> None:
+    """What pydantic cannot say: settings that contradict each other."""
+    if settings.kv_bytes is not None and settings.kv_blocks is not None:
+        raise SettingRefused("--kv-bytes and --kv-blocks say the same thing; give one of them")
+    tokens = settings.block_tokens
+    if not 8 <= tokens <= 256 or tokens & (tokens - 1):
+        raise SettingRefused(f"--block-tokens: {tokens} is not a power of two from 8 to 256")
+    if settings.token_budget < settings.sequences_max:
+        raise SettingRefused(
+            f"--token-budget {settings.token_budget} is less than --max-sequences "
+            f"{settings.sequences_max}: every running sequence decodes a token a step; "
+            f"raise the one or lower the other"
+        )
+    host, _, port = settings.listen.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise SettingRefused(f"--listen: {settings.listen!r} is not host:port")

@@ -1,0 +1,169 @@
+"""Mailboxes between the engine's thread and the streams that read them.
+
+The engine publishes one outcome per crossing; the event loop sorts it into one mailbox per request.
+A mailbox holds what its reader has not fetched yet, so a reader that is behind gets more tokens at
+once: deltas coalesce by themselves. It never holds more than the request's own output.
+
+Every request has one entry from `open` until its receipt, whether or not anybody still listens, and
+each receipt is told exactly once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvledger.engine import EndReason, StepOutcome
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """What one request cost; times in nanoseconds, see Receipt in the contract."""
+
+    end_reason: EndReason
+    prompt_tokens: int
+    output_tokens: int
+    computed_tokens: int
+    recomputed_tokens: int
+    preemptions: int
+    peak_blocks: int
+    queued: int
+    prefill: int
+    decode: int
+    held_seconds: int
+    held_nanos: int
+    reserved_seconds: int
+    reserved_nanos: int
+
+
+@dataclass
+class Mail:
+    """What happened to a request since the last mail."""
+
+    # Nanoseconds it had waited when it was admitted; None in all mails but one.
+    admitted_after: int | None = None
+    tokens: list[int] = field(default_factory=list)
+    # Set in the last mail.
+    receipt: Receipt | None = None
+    # The core could not run it at all; also the last mail.
+    refused: bool = False
+
+    @property
+    def is_last(self) -> bool:
+        """Whether nothing follows."""
+        return self.receipt is not None or self.refused
+
+
+class Mailbox:
+    """The reader's end of one request."""
+
+    def __init__(self) -> None:
+        self._mail = Mail()
+        self._something = asyncio.Event()
+
+    async def next(self) -> Mail:
+        """Waits until there is something, and takes all of it."""
+        await self._something.wait()
+        self._something.clear()
+        mail, self._mail = self._mail, Mail()
+        return mail
+
+    def admit(self, queued: int) -> None:
+        """Puts in that the request was admitted; only the first time counts."""
+        if self._mail.admitted_after is None:
+            self._mail.admitted_after = queued
+        self._something.set()
+
+    def add_token(self, token: int) -> None:
+        """Puts in one token."""
+        self._mail.tokens.append(token)
+        self._something.set()
+
+    def finish(self, receipt: Receipt) -> None:
+        """Puts in the receipt."""
+        self._mail.receipt = receipt
+        self._something.set()
+
+    def refuse(self) -> None:
+        """Puts in that the request will never run."""
+        self._mail.refused = True
+        self._something.set()
+
+
+class Streams:
+    """All open requests, by sequence. Belongs to the event loop's thread."""
+
+    def __init__(self, on_end: Callable[[int, Receipt | None], None]) -> None:
+        """`on_end` is told each request's sequence and receipt, exactly once.
+
+        There is no receipt for a request that the core refused to take.
+        """
+        self._on_end = on_end
+        self._mailboxes: dict[int, Mailbox] = {}
+        self._waiting: set[int] = set()
+        self._nobody = asyncio.Event()
+        self._nobody.set()
+
+    @property
+    def open_count(self) -> int:
+        """Requests without a receipt yet."""
+        return len(self._mailboxes)
+
+    @property
+    def waiting_count(self) -> int:
+        """Requests that were never admitted yet."""
+        return len(self._waiting)
+
+    def open(self, sequence: int) -> Mailbox:
+        """A mailbox for a new request."""
+        mailbox = Mailbox()
+        self._mailboxes[sequence] = mailbox
+        self._waiting.add(sequence)
+        self._nobody.clear()
+        return mailbox
+
+    async def wait_until_empty(self) -> None:
+        """Waits until every request has its receipt."""
+        await self._nobody.wait()
+
+    def deliver(self, outcome: StepOutcome) -> None:
+        """Sorts one outcome into the mailboxes."""
+        report = outcome.report
+        for sequence, queued, again in report.admissions[["sequence", "queued", "again"]].tolist():
+            if not again:
+                self._waiting.discard(sequence)
+                self._mailboxes[sequence].admit(queued)
+        for sequence, token, _ in report.tokens.tolist():
+            self._mailboxes[sequence].add_token(token)
+        for row in report.receipts:
+            sequence = int(row["sequence"])
+            self._close(sequence, _receipt(row))
+        for refusal in report.refusals:
+            sequence = int(refusal["sequence"])
+            self._waiting.discard(sequence)
+            self._mailboxes.pop(sequence).refuse()
+            self._on_end(sequence, None)
+        if not self._mailboxes:
+            self._nobody.set()
+
+    def fail_all(self) -> None:
+        """Ends every request without a receipt: the engine is gone."""
+        for sequence, mailbox in list(self._mailboxes.items()):
+            mailbox.refuse()
+            self._on_end(sequence, None)
+        self._mailboxes.clear()
+        self._waiting.clear()
+        self._nobody.set()
+
+    def _close(self, sequence: int, receipt: Receipt) -> None:
+        self._waiting.discard(sequence)
+        mailbox = self._mailboxes.pop(sequence)
+        mailbox.finish(receipt)
+        self._on_end(sequence, receipt)
+
+
+def _receipt(row: object) -> Receipt:
+    values = {name: int(row[name]) for name in row.dtype.names}  # type: ignore[attr-defined,index]
+    del values["sequence"], values["tenant"]
+    return Receipt(end_reason=EndReason(values.pop("end_reason")), **values)

@@ -1,0 +1,110 @@
+"""One stream's output: its text, and the tokens that go with each piece of it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from kvledger.tokenizer.incremental import IncrementalDecoder
+from kvledger.tokenizer.stop_strings import StopStrings
+
+
+class Piece(NamedTuple):
+    """What may be sent now: text, and the ids of the tokens whose text has all been sent."""
+
+    text: str
+    token_ids: list[int]
+
+
+class TokenBytes(Protocol):
+    """A vocabulary, as far as output needs it: `Tokenizer`, or a small table in a test."""
+
+    @property
+    def token_bytes(self) -> Sequence[bytes]:
+        """The bytes that each id adds to a text, by id; none for a control token."""
+
+
+class OutputText:
+    """Decodes one stream, watches for its stop strings, and keeps text and tokens in step.
+
+    A token leaves with the piece that holds the last of its text. So a token whose text is held
+    back for a stop string is held back too, and a token without text of its own (a control
+    token, or one that ends inside a character) travels with the text that follows.
+
+    Once a stop string has occurred, the tokens up to the one that completed it are released and
+    later ones are ignored. Not for use from two threads at once.
+    """
+
+    def __init__(self, vocabulary: TokenBytes, stop_sequences: Sequence[str] = ()) -> None:
+        """Raises ValueError for an empty stop sequence."""
+        self._decoder = IncrementalDecoder(vocabulary.token_bytes)
+        self._stops = StopStrings(stop_sequences)
+        self._characters_decoded = 0
+        self._characters_released = 0
+        # Tokens in order: first those whose text is known, each with the count of characters
+        # after which it may leave, then those that wait for the text that follows them.
+        self._held: deque[tuple[int, int]] = deque()
+        self._waiting: list[int] = []
+        self._token_count = 0
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string has occurred."""
+        return self._stops.stopped
+
+    @property
+    def token_count(self) -> int:
+        """Tokens taken so far, up to and including the one that completed a stop string."""
+        return self._token_count
+
+    def feed(self, token_ids: Sequence[int]) -> Piece:
+        """Takes any number of ids; returns what may be sent now.
+
+        Raises IndexError for an id outside the vocabulary.
+        """
+        released: list[str] = []
+        for token_id in token_ids:
+            if self._stops.stopped:
+                break
+            text = self._decoder.feed_token(token_id)
+            self._token_count += 1
+            self._enter(token_id, text)
+            if text:
+                released.append(self._stops.feed(text))
+        return self._piece("".join(released))
+
+    def finish(self) -> Piece:
+        """Ends the stream; returns all that was held back. Feed nothing after it."""
+        if self._stops.stopped:
+            return Piece("", [])
+        text = self._stops.feed(self._decoder.finish()) + self._stops.finish()
+        return Piece(text, self._take_all())
+
+    def _enter(self, token_id: int, text: str) -> None:
+        if text:
+            # What waits is completed by this text's first character, or stands right before it.
+            if self._waiting:
+                first = self._characters_decoded + 1
+                self._held.extend((waiting, first) for waiting in self._waiting)
+                self._waiting.clear()
+            self._characters_decoded += len(text)
+        if text and not self._decoder.unfinished:
+            self._held.append((token_id, self._characters_decoded))
+        else:
+            self._waiting.append(token_id)
+
+    def _piece(self, text: str) -> Piece:
+        if self._stops.stopped:
+            return Piece(text, self._take_all())
+        self._characters_released += len(text)
+        token_ids: list[int] = []
+        while self._held and self._held[0][1] <= self._characters_released:
+            token_ids.append(self._held.popleft()[0])
+        return Piece(text, token_ids)
+
+    def _take_all(self) -> list[int]:
+        token_ids = [token_id for token_id, _ in self._held] + self._waiting
+        self._held.clear()
+        self._waiting = []
+        return token_ids
