@@ -23,12 +23,15 @@ from kvledger.tokenizer.template_work import (
 TEMPLATE_CHARACTERS_MAX = 65_536
 
 # The limits of one rendering: a part for the template, and a part for each message and each
-# character of content. The largest templates in use take about a tenth of them.
+# character of content. The largest templates in use take about a tenth of them; a hostile one
+# takes a few seconds at most with a mebibyte of content in a thousand messages.
 _OPERATIONS_BASE = 500_000
 _OPERATIONS_PER_MESSAGE = 4_096
 _CHARACTERS_BASE = 4_000_000
-_CHARACTERS_PER_MESSAGE = 16_384
+_CHARACTERS_PER_MESSAGE = 65_536
 _CHARACTERS_PER_CONTENT_CHARACTER = 32
+# Templates that build a list message by message take work in proportion to the square.
+_COUNTED_MESSAGES_MAX = 1_024
 _OUTPUT_BASE = 1_000_000
 _OUTPUT_PER_MESSAGE = 1_024
 _OUTPUT_PER_CONTENT_CHARACTER = 2
@@ -100,7 +103,9 @@ class ChatTemplate:
         }
         if bos_token is not None:
             self._variables["bos_token"] = bos_token
-        self._control_tokens = _ControlTokens(control_tokens, source)
+        # Besides the source itself: a constant may write a character as an escape.
+        fixed_texts = (source, *self._environment.string_constants)
+        self._control_tokens = _ControlTokens(control_tokens, fixed_texts)
         self._try_out()
 
     def render(self, messages: Sequence[ChatMessage]) -> list[RenderedPart]:
@@ -108,8 +113,9 @@ class ChatTemplate:
 
         Control tokens are those that the template writes; what is written like one in a content
         stays text, also across the border of two contents. The text is what the template makes of
-        the contents as they are, except in one case: if it would write more or fewer control
-        tokens because of a character in a content that could begin one, it does not see that.
+        the contents as they are, with two exceptions: it does not find a control token that is
+        written in a content, and where a character that could begin one in a content would make
+        it write more or fewer control tokens, it does not see that either.
 
         Raises InvalidRequest if the template refuses the messages, fails on them, or passes the
         limits of work.
@@ -207,7 +213,7 @@ def _compiled(environment: CountedEnvironment, source: str) -> Template:
 
 
 def _limits_for(contents: Sequence[str]) -> WorkLimits:
-    messages = len(contents)
+    messages = min(len(contents), _COUNTED_MESSAGES_MAX)
     characters = sum(map(len, contents))
     return WorkLimits(
         operations_max=_OPERATIONS_BASE + _OPERATIONS_PER_MESSAGE * messages,
@@ -250,7 +256,8 @@ class _ControlTokens:
     with a sentinel inside is not one.
     """
 
-    def __init__(self, control_tokens: Collection[str], template_source: str) -> None:
+    def __init__(self, control_tokens: Collection[str], fixed_texts: Collection[str]) -> None:
+        """`fixed_texts` are what the template writes without being given it."""
         # Where several match, the longest is meant.
         tokens = sorted(control_tokens, key=len, reverse=True)
         self._first_characters = sorted({token[0] for token in tokens})
@@ -260,7 +267,7 @@ class _ControlTokens:
             "|".join(f"{re.escape(token[0])}(?={re.escape(token[1:])})" for token in tokens)
             or "(?!)"
         )
-        self._fixed_characters = frozenset(template_source).union(*tokens)
+        self._fixed_characters = frozenset[str]().union(*tokens, *fixed_texts)
 
     def sentinel_for(self, contents: Sequence[str]) -> str:
         """A character that occurs in no content, in no control token and not in the template."""

@@ -72,6 +72,7 @@ class WorkMeter:
         self._characters_left = limits.characters_max
         self._output_left = limits.output_characters_max
         self._call_depth = 0
+        self._known_depths: dict[int, tuple[object, int]] = {}
 
     def operations(self, count: int) -> None:
         """Counts `count` evaluated nodes."""
@@ -124,15 +125,27 @@ class WorkMeter:
 
     def keeps(self, value: object) -> None:
         """Counts a value that outlives its expression; refuses one nested too deep."""
-        level: list[object] = [value]
-        for _ in range(NESTING_MAX):
-            level = [item for item in level if _is_container(item)]
-            if not level:
-                return
-            for item in level:
-                self.characters(ELEMENT_CHARACTERS * _element_count(item))
-            level = [element for item in level for element in _elements(item)]
-        raise WorkLimitError(f"nests values more than {NESTING_MAX} levels deep")
+        if self._depth(value, NESTING_MAX) > NESTING_MAX:
+            raise WorkLimitError(f"nests values more than {NESTING_MAX} levels deep")
+
+    def _depth(self, value: object, depth_max: int) -> int:
+        """Levels of containers in `value`, or some number over `depth_max`."""
+        if not _is_container(value):
+            return 0
+        known = self._known_depths.get(id(value))
+        if known is not None:
+            return known[1]
+        self.characters(ELEMENT_CHARACTERS * _element_count(value))
+        depth = 1
+        if depth_max > 0:
+            deepest = max(
+                (self._depth(part, depth_max - 1) for part in _elements(value)), default=0
+            )
+            depth += deepest
+        # Nothing can change a container, and while it is held its id is not given to another.
+        if depth <= depth_max:
+            self._known_depths[id(value)] = (value, depth)
+        return depth
 
 
 def meter_of(context: Context) -> WorkMeter:
@@ -178,7 +191,11 @@ def shallow_size(value: object) -> int:
 
 
 def _is_container(value: object) -> bool:
-    return isinstance(value, (dict, list, tuple, KeysView, ValuesView, ItemsView, OneShotIterator))
+    # Most values are these, and asking for the abstract kinds below takes much longer.
+    if value is None or isinstance(value, (str, int, float)):
+        return False
+    kinds = (dict, list, tuple, KeysView, ValuesView, ItemsView, OneShotIterator)
+    return isinstance(value, kinds)
 
 
 def _element_count(value: object) -> int:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import tokenizers
-from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, models
 
 from kvledger.errors import FieldViolation, InvalidRequest, ModelRefused
 from kvledger.tokenizer.chat_template import ChatMessage, ChatTemplate
+from kvledger.tokenizer.word_cutting import word_cutting_of
 
 TokenIds = npt.NDArray[np.int32]
 
@@ -91,7 +91,7 @@ class VocabularySource:
                 ' supported is "gpt2", byte-level BPE'
             )
         pre = reader.text("tokenizer.ggml.pre")
-        pre_tokenizer = _pre_tokenizer_of(pre)
+        cutting = word_cutting_of(pre)
         for key in ("tokenizer.ggml.add_space_prefix", "tokenizer.ggml.add_eos_token"):
             if reader.optional_flag(key):
                 raise ModelRefused(f"{key} is true, which is not supported")
@@ -107,7 +107,7 @@ class VocabularySource:
             merges=reader.texts("tokenizer.ggml.merges"),
             eos_id=reader.integer("tokenizer.ggml.eos_token_id"),
             bos_id=reader.optional_integer("tokenizer.ggml.bos_token_id"),
-            add_bos=pre_tokenizer.adds_bos if add_bos is None else add_bos,
+            add_bos=cutting.adds_bos if add_bos is None else add_bos,
             chat_template=reader.optional_text("tokenizer.chat_template"),
             further_end_ids=tuple(end_id for end_id in further_end_ids if end_id is not None),
         )
@@ -183,72 +183,6 @@ def _integers_among(values: Sequence[object]) -> list[int]:
         for value in values
         if isinstance(value, (int, np.integer)) and not isinstance(value, bool)
     ]
-
-
-class _PreTokenizer(NamedTuple):
-    """How text is cut into words, under one name of `tokenizer.ggml.pre`."""
-
-    pre_tokenizer: pre_tokenizers.PreTokenizer
-    normalizer: normalizers.Normalizer | None = None
-    # A word that is a token as a whole is taken as it is, without merging.
-    ignores_merges: bool = False
-    # Where the file does not say whether a prompt begins with a first token.
-    adds_bos: bool = False
-
-
-def _split_by(pattern: str) -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-
-
-_GPT2 = _PreTokenizer(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True))
-_SMOLLM = _PreTokenizer(
-    pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
-        ]
-    )
-)
-_LLAMA3 = _PreTokenizer(
-    _split_by(
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    ),
-    ignores_merges=True,
-    adds_bos=True,
-)
-_QWEN2 = _PreTokenizer(
-    _split_by(
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
-        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    ),
-    normalizer=normalizers.NFC(),
-)
-
-# By tokenizer.ggml.pre. A name that is missing here is refused: the nearest other rule would give
-# nearly the right ids, and a model that answers nearly right.
-_PRE_TOKENIZERS = {
-    "gpt-2": _GPT2,
-    "smollm": _SMOLLM,
-    "llama-bpe": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "llama3": _LLAMA3,
-    "qwen2": _QWEN2,
-}
-
-
-def _pre_tokenizer_of(pre: str) -> _PreTokenizer:
-    known = _PRE_TOKENIZERS.get(pre)
-    if known is None:
-        raise ModelRefused(
-            f"tokenizer.ggml.pre is {pre[:40]!r}; known are {', '.join(sorted(_PRE_TOKENIZERS))}"
-        )
-    return known
 
 
 def _byte_alphabet() -> dict[int, int]:
@@ -442,7 +376,7 @@ def _encodable(text: str) -> str:
 
 def _encoder_of(source: VocabularySource, control_texts: Mapping[int, str]) -> tokenizers.Tokenizer:
     """The table that text is looked up in: normal and user-defined tokens, no control tokens."""
-    rule = _pre_tokenizer_of(source.pre)
+    cutting = word_cutting_of(source.pre)
     ids: dict[str, int] = {}
     added: list[AddedToken] = []
     for token_id, (token, token_type) in enumerate(
@@ -458,13 +392,13 @@ def _encoder_of(source: VocabularySource, control_texts: Mapping[int, str]) -> t
             added.append(AddedToken(token, normalized=False, special=False))
     merges = _merge_pairs(source.merges, ids)
     try:
-        model = models.BPE(vocab=ids, merges=merges, ignore_merges=rule.ignores_merges)
+        model = models.BPE(vocab=ids, merges=merges, ignore_merges=cutting.ignores_merges)
     except Exception:
         raise ModelRefused("tokenizer.ggml.merges do not fit tokenizer.ggml.tokens") from None
     encoder = tokenizers.Tokenizer(model)
-    encoder.pre_tokenizer = rule.pre_tokenizer
-    if rule.normalizer is not None:
-        encoder.normalizer = rule.normalizer
+    encoder.pre_tokenizer = cutting.pre_tokenizer
+    if cutting.normalizer is not None:
+        encoder.normalizer = cutting.normalizer
     encoder.add_tokens(added)
     return encoder
 
