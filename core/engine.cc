@@ -81,6 +81,7 @@ void Engine::commit(StepId step, std::span<const Token> tokens,
   settle_step(step, now);
   const StepPlanView& view = plan_.view();
   KVL_CHECK_EQ(static_cast<std::int64_t>(offsets.size()), view.header.logits + 1);
+  KVL_CHECK_EQ(offsets.front(), 0);
   KVL_CHECK_EQ(static_cast<std::size_t>(offsets.back()), tokens.size());
   std::size_t wanted = 0;
   for (const Chunk& chunk : scheduler_.chunks()) {

@@ -1,0 +1,51 @@
+#include "core/cpu/thread_pool.h"
+
+#include <chrono>
+#include <vector>
+
+#include "tests/check_throws.h"
+
+namespace kvledger::cpu {
+
+// An item that runs twice or never would leave a hole in a matrix.
+TEST_CASE("every item runs exactly once, job after job") {
+  for (const int threads : {1, 2, 5}) {
+    ThreadPool pool(threads);
+    for (int job = 0; job < 2000; ++job) {
+      const std::int64_t items = job % 37;
+      std::vector<std::atomic<int>> runs(static_cast<std::size_t>(items));
+      pool.run(items, [&](std::int64_t item, int thread) {
+        CHECK(thread >= 0);
+        CHECK(thread < threads);
+        runs[static_cast<std::size_t>(item)].fetch_add(1);
+      });
+      for (const auto& count : runs) {
+        REQUIRE(count.load() == 1);
+      }
+    }
+  }
+}
+
+// A worker that went to sleep must come back for the next job.
+TEST_CASE("workers that sleep wake up") {
+  ThreadPool pool(3);
+  for (int job = 0; job < 20; ++job) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(3));
+    std::atomic<int> sum{0};
+    pool.run(100, [&](std::int64_t item, int) { sum.fetch_add(static_cast<int>(item)); });
+    CHECK(sum.load() == 4950);
+  }
+}
+
+// The measurement of how near the processors are must end, whatever the number of threads.
+TEST_CASE("barriers end") {
+  ThreadPool pool(2);
+  pool.barriers(1000);
+  pool.run(5, [](std::int64_t, int) {});
+}
+
+TEST_CASE("a pool has at least one thread") {
+  CHECK_BREAKS(ThreadPool(0));
+}
+
+}  // namespace kvledger::cpu
