@@ -79,6 +79,10 @@ class StepPlan {
   // Room for the largest plan, so that building one allocates nothing.
   StepPlan(std::int64_t tokens_max, std::int64_t sequences_max, std::int64_t deltas_max);
 
+  // The view points into the buffer of this very object; copy the buffer instead.
+  StepPlan(const StepPlan&) = delete;
+  StepPlan& operator=(const StepPlan&) = delete;
+
   void begin(StepId step);
   void append_delta(TableRow row, std::int64_t index, BlockId block);
   // Appends `tokens`, consecutive ones of the sequence in `row`; the first has `position`.

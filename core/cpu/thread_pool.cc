@@ -55,11 +55,12 @@ void ThreadPool::run_job(std::int64_t items, Call call, const void* context) {
   done_.store(0, std::memory_order_relaxed);
   const std::uint64_t job = ((ticket_.load(std::memory_order_relaxed) >> kJobShift) + 1)
                             << kJobShift;
-  ticket_.store(job, std::memory_order_seq_cst);
+  const std::uint64_t ticket = job | static_cast<std::uint64_t>(items);
+  ticket_.store(ticket, std::memory_order_seq_cst);
   if (sleepers_.load(std::memory_order_seq_cst) > 0) {
     ticket_.notify_all();
   }
-  work_on(job, 0);
+  work_on(ticket, 0);
   while (done_.load(std::memory_order_acquire) != items) {
     pause();
   }
@@ -83,18 +84,13 @@ void ThreadPool::barriers(std::int64_t rounds) {
 void ThreadPool::work_on(std::uint64_t ticket, int thread) {
   const std::uint64_t job = ticket >> kJobShift;
   std::int64_t finished = 0;
-  while ((ticket >> kJobShift) == job) {
-    const std::int64_t items = items_.load(std::memory_order_relaxed);
-    const Call call = call_.load(std::memory_order_relaxed);
-    const void* context = context_.load(std::memory_order_relaxed);
-    const auto item = static_cast<std::int64_t>(ticket & kItemMask);
-    if (item >= items) {
-      break;
-    }
-    // Succeeds only while the job is the same, and then its fields above were its own.
-    if (ticket_.compare_exchange_weak(ticket, ticket + 1, std::memory_order_acq_rel,
+  while ((ticket >> kJobShift) == job && (ticket & kItemMask) > 0) {
+    if (ticket_.compare_exchange_weak(ticket, ticket - 1, std::memory_order_acq_rel,
                                       std::memory_order_acquire)) {
-      call(context, item, thread);
+      const auto left = static_cast<std::int64_t>(ticket & kItemMask);
+      const std::int64_t item = items_.load(std::memory_order_relaxed) - left;
+      const void* context = context_.load(std::memory_order_relaxed);
+      call_.load(std::memory_order_relaxed)(context, item, thread);
       ++finished;
       ticket = ticket_.load(std::memory_order_acquire);
     }

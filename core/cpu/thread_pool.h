@@ -55,13 +55,14 @@ class ThreadPool {
   void work_on(std::uint64_t ticket, int thread);
   void serve(int thread);
 
-  // The next item in the low half, the number of the job in the high half: taking an item of a
-  // job that is over fails.
+  // The items not yet taken in the low half, the number of the job in the high half. Who counts
+  // one down has taken an item, and the job cannot end before that item is done.
   std::atomic<std::uint64_t> ticket_{0};
   std::atomic<std::int64_t> done_{0};
   std::atomic<int> sleepers_{0};
   std::atomic<bool> stopping_{false};
-  // The job; written before its ticket, and stable while one of its items is not yet taken.
+  // The job. Written before its ticket and read after an item is taken: between the last item of
+  // a job and the next job they may change at any time.
   std::atomic<std::int64_t> items_{0};
   std::atomic<Call> call_{nullptr};
   std::atomic<const void*> context_{nullptr};

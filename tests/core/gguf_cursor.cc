@@ -26,6 +26,7 @@ TEST_CASE("nothing is taken beyond the end") {
   CHECK(cursor.fits(1, 2, "pairs"));
   CHECK_FALSE(cursor.fits(2, 2, "pairs"));
   CHECK_FALSE(cursor.fits(~std::uint64_t{0}, 8, "numbers"));
+  CHECK_FALSE(cursor.fits(std::uint64_t{1} << 61, 8, "numbers"));  // 2^64 bytes
   CHECK_BREAKS(cursor.take(3));
   cursor.begin("here");
   CHECK_FALSE(cursor.number(number));
@@ -55,6 +56,7 @@ TEST_CASE("UTF-8 ends at the first fault") {
     CHECK_EQ(utf8_bytes(good), good.size());
   }
   CHECK_EQ(utf8_bytes(std::string_view("\0b", 2)), 2);
+  CHECK_EQ(utf8_bytes(std::string_view("ab\xc2\x80", 3)), 2);  // the rest lies beyond the end
   // Stray and missing later bytes, long forms, surrogates, beyond U+10FFFF.
   for (const std::string_view bad :
        {"\x80", "\xbf", "\xc0\xaf", "\xc1\xbf", "\xc2", "\xc2\x20", "\xc2\xc2", "\xe0\x9f\xbf",

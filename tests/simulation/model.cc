@@ -1,0 +1,324 @@
+#include "tests/simulation/model.h"
+
+#include <algorithm>
+
+#include "tests/simulation/random.h"
+
+namespace kvledger::simulation {
+namespace {
+
+using Phase = Modelled::Phase;
+
+void check_receipt(const Receipt& engine, const Receipt& model) {
+  expect_equal("receipt: sequence", engine.sequence, model.sequence);
+  expect_equal("receipt: tenant", engine.tenant, model.tenant);
+  expect_equal("receipt: end reason", engine.end_reason, model.end_reason);
+  expect_equal("receipt: prompt tokens", engine.prompt_tokens, model.prompt_tokens);
+  expect_equal("receipt: output tokens", engine.output_tokens, model.output_tokens);
+  expect_equal("receipt: computed tokens", engine.computed_tokens, model.computed_tokens);
+  expect_equal("receipt: recomputed tokens", engine.recomputed_tokens, model.recomputed_tokens);
+  expect_equal("receipt: preemptions", engine.preemptions, model.preemptions);
+  expect_equal("receipt: peak blocks", engine.peak_blocks, model.peak_blocks);
+  expect_equal("receipt: queued", engine.queued, model.queued);
+  expect_equal("receipt: prefill", engine.prefill, model.prefill);
+  expect_equal("receipt: decode", engine.decode, model.decode);
+  expect_equal("receipt: held seconds", engine.held_seconds, model.held_seconds);
+  expect_equal("receipt: held nanos", engine.held_nanos, model.held_nanos);
+  expect_equal("receipt: reserved seconds", engine.reserved_seconds, model.reserved_seconds);
+  expect_equal("receipt: reserved nanos", engine.reserved_nanos, model.reserved_nanos);
+}
+
+}  // namespace
+
+Model::Model(const EngineSettings& settings, const Text& text, Nanoseconds now)
+    : settings_(settings),
+      text_(text),
+      tokens_max_(std::min(settings.context_tokens,
+                           settings.blocks.value() * settings.slots_per_block + 1)),
+      now_(now),
+      by_row_(static_cast<std::size_t>(settings.scheduler.sequences_max)) {}
+
+void Model::accept(const Arrival& arrival, std::span<const Token> prompt, bool accepted,
+                   const StepReport& report) {
+  begin_report();
+  const auto tokens = static_cast<std::int64_t>(prompt.size());
+  const bool fits = tokens >= 1 && tokens + 1 <= tokens_max_;
+  expect_equal("accepted", accepted, fits);
+  expect_equal("refusals", report.refusals.size(), fits ? 0 : 1);
+  if (!fits) {
+    expect_equal("refused", report.refusals[0].sequence, arrival.id.value());
+    expect_equal("refused tokens", report.refusals[0].tokens, tokens);
+    expect_equal("most tokens of a prompt", report.refusals[0].tokens_max, tokens_max_ - 1);
+    return;
+  }
+  Modelled& sequence = live_[arrival.id.value()];
+  sequence.arrival = arrival;
+  sequence.rank = arrival.arrived_at + arrival.priority * settings_.scheduler.aging_per_priority;
+  sequence.prompt_count = tokens;
+  sequence.digest = text_.begin(arrival.id.value());
+  for (const Token token : prompt) {
+    sequence.tokens.push_back(token);
+    sequence.digest = text_.after(sequence.digest, token);
+  }
+  sequence.receipt.sequence = arrival.id.value();
+  sequence.receipt.tenant = arrival.tenant.value();
+  sequence.receipt.prompt_tokens = tokens;
+  sequence.receipt.queued = std::max<Nanoseconds>(0, now_ - arrival.arrived_at);
+  end_report(report);
+}
+
+void Model::commit(const std::vector<std::vector<Token>>& given, const StepReport& report,
+                   Nanoseconds now) {
+  pass_time(now);
+  begin_report();
+  releasing_ = 0;
+  std::size_t wanted = 0;
+  for (const Planned& planned : step_) {
+    const std::size_t output = wanted;
+    wanted += planned.wants_logits ? 1 : 0;
+    const auto found = live_.find(planned.id);
+    if (found == live_.end()) {
+      continue;
+    }
+    Modelled& sequence = found->second;
+    sequence.computed += sequence.planned;
+    sequence.receipt.computed_tokens += sequence.planned;
+    sequence.computed_peak = std::max(sequence.computed_peak, sequence.computed);
+    sequence.planned = 0;
+    if (planned.wants_logits) {
+      sequence.phase = Phase::kDecode;
+      take_tokens(planned.id, given.at(output), report);
+    }
+  }
+  step_.clear();
+  end_report(report);
+}
+
+void Model::abandon(const StepReport& report, Nanoseconds now) {
+  pass_time(now);
+  begin_report();
+  releasing_ = 0;
+  for (const Planned& planned : step_) {
+    if (live_.contains(planned.id)) {
+      live_[planned.id].planned = 0;
+      finish(planned.id, EndReason::kFailed, report);
+    }
+  }
+  step_.clear();
+  end_report(report);
+}
+
+void Model::end(std::span<const std::uint64_t> ids, EndReason reason, const StepReport& report,
+                Nanoseconds now) {
+  pass_time(now);
+  begin_report();
+  for (const std::uint64_t id : ids) {
+    if (live_.contains(id)) {
+      finish(id, reason, report);
+    }
+  }
+  end_report(report);
+}
+
+void Model::check_books(const Engine& engine) const {
+  if (const auto wrong = engine.audit()) {
+    throw Violation("audit: " + *wrong);
+  }
+  std::int64_t held = 0;
+  std::int64_t promised = 0;
+  struct Sums {
+    std::int64_t held = 0;
+    BlockNanoseconds time = 0;
+  };
+  std::map<std::uint32_t, Sums> tenants;
+  for (const auto& [id, sequence] : live_) {
+    held += sequence.held();
+    promised += sequence.promised;
+    tenants[sequence.arrival.tenant.value()].held += sequence.held();
+    tenants[sequence.arrival.tenant.value()].time += sequence.held_time;
+  }
+  const Ledger& ledger = engine.ledger();
+  const Balances balances = ledger.balances();
+  expect_equal("held", balances[BlockState::kHeld].value(), held);
+  expect_equal("reserved", balances[BlockState::kReserved].value(), promised);
+  expect_equal("releasing", balances[BlockState::kReleasing].value(), releasing_);
+  expect_equal("cached", balances[BlockState::kCached].value(), 0);
+  expect_equal("free", balances[BlockState::kFree].value(), free_blocks());
+  expect_equal("running", engine.running(), running());
+  expect_equal("waiting", engine.waiting(), static_cast<std::int64_t>(live_.size()) - running());
+  for (const TenantId id : ledger.tenants()) {
+    const TenantStatement statement = ledger.statement(id);
+    const Sums& sums = tenants[id.value()];
+    const auto closed = closed_time_.find(id.value());
+    const BlockNanoseconds closed_time = closed == closed_time_.end() ? 0 : closed->second;
+    expect_equal("held by a tenant", statement.held.value(), sums.held);
+    expect(statement.closed_time == closed_time, "a tenant's receipts do not add up");
+    expect(statement.held_time == closed_time + sums.time, "a tenant's block-time is wrong");
+  }
+  check_tables(engine);
+}
+
+void Model::check_tables(const Engine& engine) const {
+  for (const auto& [id, sequence] : live_) {
+    if (!sequence.running()) {
+      continue;
+    }
+    const TableRow row{static_cast<std::uint32_t>(sequence.row)};
+    expect_equal("length of a row", engine.tables().length(row).value(), sequence.held());
+    for (std::int64_t i = 0; i < sequence.held(); ++i) {
+      expect_equal("block in a row", engine.tables().at(row, i).value(),
+                   sequence.blocks[static_cast<std::size_t>(i)]);
+    }
+  }
+}
+
+std::int64_t Model::steps_to_end() const {
+  std::int64_t steps = 0;
+  for (const auto& [id, sequence] : live_) {
+    const std::int64_t passes =
+        settings_.scheduler.preemptions_max - sequence.receipt.preemptions + 1;
+    steps += passes * (last_token(sequence) - 1);
+  }
+  return steps;
+}
+
+void Model::pass_time(Nanoseconds now) {
+  now = std::max(now, now_);
+  const auto passed = static_cast<BlockNanoseconds>(now - now_);
+  for (auto& [id, sequence] : live_) {
+    const Nanoseconds spent =
+        std::max<Nanoseconds>(0, now - std::max(now_, sequence.arrival.arrived_at));
+    Receipt& receipt = sequence.receipt;
+    (sequence.phase == Phase::kQueued    ? receipt.queued
+     : sequence.phase == Phase::kPrefill ? receipt.prefill
+                                         : receipt.decode) += spent;
+    sequence.held_time += static_cast<BlockNanoseconds>(sequence.held()) * passed;
+    sequence.promised_time += static_cast<BlockNanoseconds>(sequence.promised) * passed;
+  }
+  now_ = now;
+}
+
+std::int64_t Model::blocks_for(std::int64_t tokens) const {
+  std::int64_t blocks = 0;
+  while (blocks * settings_.slots_per_block < tokens) {
+    ++blocks;
+  }
+  return blocks;
+}
+
+std::int64_t Model::blocks_to_admit(const Modelled& sequence) const {
+  if (!is_protected(sequence)) {
+    return blocks_for(sequence.token_count());
+  }
+  return blocks_for(last_token(sequence) - 1);
+}
+
+// The most tokens it can come to.
+std::int64_t Model::last_token(const Modelled& sequence) const {
+  const std::int64_t room = tokens_max_ - sequence.prompt_count;
+  return sequence.prompt_count + std::min(sequence.arrival.output_tokens_max, room);
+}
+
+bool Model::is_protected(const Modelled& sequence) const {
+  return sequence.receipt.preemptions >= settings_.scheduler.preemptions_max;
+}
+
+bool Model::before(const Modelled& a, const Modelled& b) noexcept {
+  return a.rank != b.rank ? a.rank < b.rank : a.arrival.id < b.arrival.id;
+}
+
+std::int64_t Model::free_blocks() const {
+  std::int64_t free = settings_.blocks.value() - releasing_;
+  for (const auto& [id, sequence] : live_) {
+    free -= sequence.held() + sequence.promised;
+  }
+  return free;
+}
+
+std::int64_t Model::running() const {
+  return std::count_if(live_.begin(), live_.end(),
+                       [](const auto& entry) { return entry.second.running(); });
+}
+
+Modelled& Model::find(std::uint64_t id) {
+  const auto found = live_.find(id);
+  expect(found != live_.end(), "the report names a sequence that is not there");
+  return found->second;
+}
+
+std::int32_t Model::end_reason(const Modelled& sequence) const {
+  const auto& ends = settings_.end_of_text;
+  if (!sequence.arrival.ignore_end_of_text &&
+      std::find(ends.begin(), ends.end(), sequence.tokens.back()) != ends.end()) {
+    return static_cast<std::int32_t>(EndReason::kStop);
+  }
+  if (sequence.token_count() - sequence.prompt_count == sequence.arrival.output_tokens_max) {
+    return static_cast<std::int32_t>(EndReason::kLength);
+  }
+  return sequence.token_count() == tokens_max_ ? static_cast<std::int32_t>(EndReason::kContext) : 0;
+}
+
+void Model::take_tokens(std::uint64_t id, std::span<const Token> tokens, const StepReport& report) {
+  Modelled& sequence = live_[id];
+  for (const Token token : tokens) {
+    if (token < 0) {
+      finish(id, EndReason::kFailed, report);
+      return;
+    }
+    expect_equal("token", token, text_.next(sequence.digest));
+    sequence.digest = text_.after(sequence.digest, token);
+    sequence.tokens.push_back(token);
+    const std::int32_t reason = end_reason(sequence);
+    expect(tokens_explained_ < report.tokens.size(), "an output token was not reported");
+    const OutputToken& output = report.tokens[tokens_explained_++];
+    expect_equal("output token: sequence", output.sequence, id);
+    expect_equal("output token: token", output.token, token);
+    expect_equal("output token: end reason", output.end_reason, reason);
+    if (reason != 0) {
+      finish(id, static_cast<EndReason>(reason), report);
+      return;
+    }
+  }
+}
+
+void Model::finish(std::uint64_t id, EndReason reason, const StepReport& report) {
+  const auto found = live_.find(id);
+  Modelled& sequence = found->second;
+  if (sequence.planned > 0) {
+    releasing_ += sequence.held();
+  }
+  Receipt& receipt = sequence.receipt;
+  receipt.end_reason = static_cast<std::uint32_t>(reason);
+  receipt.output_tokens = sequence.token_count() - sequence.prompt_count;
+  receipt.recomputed_tokens = receipt.computed_tokens - sequence.computed_peak;
+  const BlockTime held = to_block_time(sequence.held_time);
+  const BlockTime promised = to_block_time(sequence.promised_time);
+  receipt.held_seconds = held.seconds;
+  receipt.held_nanos = held.nanos;
+  receipt.reserved_seconds = promised.seconds;
+  receipt.reserved_nanos = promised.nanos;
+  expect(receipts_explained_ < report.receipts.size(), "a sequence ended without a receipt");
+  check_receipt(report.receipts[receipts_explained_++], receipt);
+  expect_equal("times from arrival to end", receipt.queued + receipt.prefill + receipt.decode,
+               std::max<Nanoseconds>(0, now_ - sequence.arrival.arrived_at));
+  closed_time_[receipt.tenant] += sequence.held_time;
+  ++counts_.ends[receipt.end_reason];
+  counts_.computed += receipt.computed_tokens;
+  counts_.recomputed += receipt.recomputed_tokens;
+  counts_.preemptions += receipt.preemptions;
+  counts_.preemptions_max = std::max(counts_.preemptions_max, receipt.preemptions);
+  counts_.wait_steps_max = std::max(counts_.wait_steps_max, sequence.waited_steps);
+  live_.erase(found);
+}
+
+void Model::begin_report() noexcept {
+  tokens_explained_ = 0;
+  receipts_explained_ = 0;
+}
+
+void Model::end_report(const StepReport& report) const {
+  expect_equal("output tokens reported", report.tokens.size(), tokens_explained_);
+  expect_equal("receipts", report.receipts.size(), receipts_explained_);
+}
+
+}  // namespace kvledger::simulation

@@ -1,0 +1,157 @@
+// The engine in the simplest form that can be right: what must be true of every sequence after
+// every call, recomputed without lists, heaps or deltas of balances.
+//
+// The model does not schedule. It is told what the engine was asked and what it answered, works
+// out what that means for each sequence, and throws a Violation where the answer breaks a rule:
+//
+//   plans       every planned token is the next of its sequence; budgets; decode first; half of
+//               the rest for the oldest prompt, then the shortest; nothing idle that could run
+//   blocks      a block stands in one table, as many as the tokens need, none before it is free
+//   order       who may preempt whom, who may pass whom and how often
+//   books       every balance, every receipt and every tenant's statement, to the nanosecond
+//
+// Slow on purpose: each call costs O(sequences), and time is added up second by second.
+
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <span>
+#include <vector>
+
+#include "core/engine.h"
+#include "tests/simulation/fake_runner.h"
+
+namespace kvledger::simulation {
+
+struct Modelled {
+  enum class Phase : std::uint8_t { kQueued, kPrefill, kDecode };
+
+  bool running() const noexcept { return phase != Phase::kQueued; }
+  std::int64_t token_count() const noexcept { return static_cast<std::int64_t>(tokens.size()); }
+  std::int64_t pending() const noexcept { return token_count() - computed; }
+  std::int64_t held() const noexcept { return static_cast<std::int64_t>(blocks.size()); }
+
+  Arrival arrival;
+  std::int64_t rank = 0;
+  std::int64_t prompt_count = 0;
+  std::vector<Token> tokens;
+  std::uint64_t digest = 0;  // of all tokens
+
+  Phase phase = Phase::kQueued;
+  std::int32_t row = -1;
+  std::vector<std::int32_t> blocks;
+  std::int64_t promised = 0;
+  std::int64_t computed = 0;
+  std::int64_t planned = 0;  // tokens in the uncommitted step
+  std::int64_t waited_steps = 0;
+  std::int64_t passed = 0;  // by others since it last ran
+
+  bool ran = false;
+
+  Receipt receipt;  // filled in as things happen
+  std::int64_t computed_peak = 0;
+  BlockNanoseconds held_time = 0;
+  BlockNanoseconds promised_time = 0;
+};
+
+struct ModelCounts {
+  std::int64_t computed = 0;
+  std::int64_t recomputed = 0;
+  std::int64_t preemptions = 0;
+  std::int64_t preemptions_max = 0;  // of one sequence
+  std::int64_t chunks = 0;           // parts of a prompt that did not finish it
+  std::int64_t ends[6] = {};         // by EndReason
+  std::int64_t passes_max = 0;
+  std::int64_t wait_steps_max = 0;
+};
+
+// How far into the queue the scheduler looks in one step.
+inline constexpr std::int64_t kLookahead = 8;
+
+class Model {
+ public:
+  Model(const EngineSettings& settings, const Text& text, Nanoseconds now);
+
+  void accept(const Arrival& arrival, std::span<const Token> prompt, bool accepted,
+              const StepReport& report);
+  void plan(const StepPlanView& plan, const StepReport& report, Nanoseconds now);
+  // `given[i]` are the tokens handed in for the i-th wanted logits.
+  void commit(const std::vector<std::vector<Token>>& given, const StepReport& report,
+              Nanoseconds now);
+  void abandon(const StepReport& report, Nanoseconds now);
+  void end(std::span<const std::uint64_t> ids, EndReason reason, const StepReport& report,
+           Nanoseconds now);
+
+  // Compares every balance and statement; call it when the reports of all calls were handed in.
+  void check_books(const Engine& engine) const;
+
+  const std::map<std::uint64_t, Modelled>& live() const noexcept { return live_; }
+  const ModelCounts& counts() const noexcept { return counts_; }
+  // Most steps it can take until everything live has ended, if nothing new comes: each step
+  // computes at least one token.
+  std::int64_t steps_to_end() const;
+
+ private:
+  struct Planned {
+    std::uint64_t id = 0;
+    bool wants_logits = false;
+  };
+  // Whom a preempted sequence's row belonged to until then.
+  struct Former {
+    std::uint64_t id = 0;
+    std::int32_t row = 0;
+    std::int64_t held = 0;
+  };
+
+  // model.cc: life, time and books.
+  void pass_time(Nanoseconds now);
+  std::int64_t blocks_for(std::int64_t tokens) const;
+  std::int64_t blocks_to_admit(const Modelled& sequence) const;
+  std::int64_t last_token(const Modelled& sequence) const;
+  bool is_protected(const Modelled& sequence) const;
+  // Whether `a` goes before `b`.
+  static bool before(const Modelled& a, const Modelled& b) noexcept;
+  std::int64_t free_blocks() const;
+  std::int64_t running() const;
+  Modelled& find(std::uint64_t id);
+  // The reason for which the sequence ends with its last token, or 0.
+  std::int32_t end_reason(const Modelled& sequence) const;
+  void take_tokens(std::uint64_t id, std::span<const Token> tokens, const StepReport& report);
+  void finish(std::uint64_t id, EndReason reason, const StepReport& report);
+  void begin_report() noexcept;
+  void end_report(const StepReport& report) const;
+  void check_tables(const Engine& engine) const;
+
+  // model_plan.cc: the rules of a plan, in the order in which they are looked at.
+  void check_preemption_was_needed(const StepReport& report) const;
+  void preempt(const StepReport& report);
+  void check_victims(std::span<const std::uint64_t> ran_before) const;
+  void admit(const StepReport& report);
+  void follow_deltas(const StepPlanView& plan);
+  void check_blocks() const;
+  void check_order(const StepPlanView& plan, const StepReport& report);
+  void check_all_who_fit(std::span<Modelled* const> queue, std::int64_t room,
+                         std::int64_t rows) const;
+  void follow_sequences(const StepPlanView& plan);
+  void follow_sequence(const StepPlanView& plan, std::size_t index, std::size_t& logits);
+  void check_decode_shares(const StepPlanView& plan, const StepReport& report) const;
+  void check_prefill_shares(std::int64_t budget) const;
+
+  const EngineSettings settings_;
+  const Text text_;
+  const std::int64_t tokens_max_;
+  Nanoseconds now_;
+  std::map<std::uint64_t, Modelled> live_;
+  std::vector<Planned> step_;
+  std::vector<Modelled*> by_row_;  // running ones, while a plan is looked at
+  std::vector<Former> former_;
+  std::int64_t releasing_ = 0;
+  std::map<std::uint32_t, BlockNanoseconds> closed_time_;  // by tenant
+  ModelCounts counts_;
+  // How much of the report was explained.
+  std::size_t tokens_explained_ = 0;
+  std::size_t receipts_explained_ = 0;
+};
+
+}  // namespace kvledger::simulation
