@@ -79,7 +79,9 @@ class StepPlan {
   // Room for the largest plan, so that building one allocates nothing.
   StepPlan(std::int64_t tokens_max, std::int64_t sequences_max, std::int64_t deltas_max);
 
-  // The view points into the buffer of this very object; copy the buffer instead.
+  // The view points into the buffer, which moves along; copy the buffer, not the plan.
+  StepPlan(StepPlan&&) = default;
+  StepPlan& operator=(StepPlan&&) = default;
   StepPlan(const StepPlan&) = delete;
   StepPlan& operator=(const StepPlan&) = delete;
 
