@@ -11,6 +11,11 @@ constexpr std::int64_t kHeadDimMax = 256;
 constexpr std::int64_t kTokensPerAppend = 4;
 // A tile that costs more than this part of a thread's fair share is split.
 constexpr std::int64_t kSplitsPerThread = 4;
+// Items for each thread that a split tile is cut into: every item begins with memory that nobody
+// has fetched yet, so there are only as many as balance needs.
+constexpr std::int64_t kCutsPerThread = 2;
+// With fewer items than this for each thread, kv heads go apart.
+constexpr std::int64_t kItemsPerThread = 2;
 
 }  // namespace
 
@@ -51,6 +56,7 @@ void CpuKvKernels::begin_step(const KvView& kv, const BatchView& batch, std::int
   heads_ = heads;
   group_ = heads / kv.kv_heads;
   plan_tiles();
+  plan_heads();
   plan_items();
   plan_slots();
 }
@@ -94,15 +100,38 @@ void CpuKvKernels::plan_tiles() {
   grow(part_weighted_, part_rows * kv_.head_dim);
 }
 
+// How many kv heads an item takes: as many as its rows allow, unless threads would be idle.
+void CpuKvKernels::plan_heads() {
+  std::int64_t items = 0;
+  for (Tile& tile : tiles_) {
+    tile.heads_per_item = std::clamp(kAttentionRowsMax / rows(tile), 1, kv_.kv_heads);
+    const std::int64_t groups = (kv_.kv_heads + tile.heads_per_item - 1) / tile.heads_per_item;
+    items += groups * (tile.split ? cuts(tile) : 1);
+  }
+  if (items < kItemsPerThread * pool_.threads() && pool_.threads() > 1) {
+    for (Tile& tile : tiles_) {
+      tile.heads_per_item = 1;
+    }
+  }
+}
+
+std::int64_t CpuKvKernels::cuts(const Tile& tile) const noexcept {
+  return std::min(tile.units(), kCutsPerThread * pool_.threads());
+}
+
 void CpuKvKernels::plan_items() {
   items_.clear();
   merges_.clear();
   for (std::size_t t = 0; t < tiles_.size(); ++t) {
-    const std::int64_t units = tiles_[t].split ? tiles_[t].units() : 1;
-    for (std::int64_t unit = 0; unit < units; ++unit) {
-      for (std::int32_t kv_head = 0; kv_head < kv_.kv_heads; ++kv_head) {
-        items_.push_back(Item{static_cast<std::int64_t>(t), unit, kv_head});
-        if (tiles_[t].split && unit == 0) {
+    const Tile& tile = tiles_[t];
+    const std::int64_t pieces = tile.split ? cuts(tile) : 1;
+    for (std::int64_t piece = 0; piece < pieces; ++piece) {
+      const std::int64_t first = tile.units() * piece / pieces;
+      const std::int64_t last = tile.units() * (piece + 1) / pieces;
+      for (std::int32_t head = 0; head < kv_.kv_heads; head += tile.heads_per_item) {
+        const std::int32_t heads = std::min(tile.heads_per_item, kv_.kv_heads - head);
+        items_.push_back(Item{static_cast<std::int64_t>(t), first, last, head, heads});
+        if (tile.split && piece == 0) {
           merges_.push_back(items_.back());
         }
       }
@@ -133,7 +162,9 @@ std::int32_t CpuKvKernels::rows(const Tile& tile) const noexcept {
   return static_cast<std::int32_t>(tile.tokens * group_);
 }
 
-AttentionPart CpuKvKernels::part_at(std::int64_t row) noexcept {
+AttentionPart CpuKvKernels::part_of(const Tile& tile, std::int64_t unit,
+                                    std::int32_t kv_head) noexcept {
+  const std::int64_t row = tile.parts_offset + (unit * kv_.kv_heads + kv_head) * rows(tile);
   return AttentionPart{part_maximum_.data() + row, part_sum_.data() + row,
                        part_weighted_.data() + row * kv_.head_dim};
 }
@@ -176,78 +207,89 @@ void CpuKvKernels::paged_attention(std::int32_t layer, const QkvView& qkv, float
              *workspaces_[static_cast<std::size_t>(thread)]);
   });
   pool_.run(static_cast<std::int64_t>(merges_.size()), [&](std::int64_t item, int) {
-    const Item& merge = merges_[static_cast<std::size_t>(item)];
-    merge_split(call, tiles_[static_cast<std::size_t>(merge.tile)], merge.kv_head);
+    merge_split(call, merges_[static_cast<std::size_t>(item)]);
   });
 }
 
 void CpuKvKernels::run_item(const Call& call, const Item& item, Workspace& workspace) {
   const Tile& tile = tiles_[static_cast<std::size_t>(item.tile)];
-  gather_queries(call, tile, item.kv_head, workspace);
+  gather_queries(call, item, workspace);
   if (tile.split) {
-    const std::int64_t part = item.kv_head * tile.units() + item.unit;
-    attend_unit(call, tile, item.kv_head, item.unit, workspace,
-                part_at(tile.parts_offset + part * rows(tile)));
+    for (std::int64_t unit = item.first_unit; unit < item.last_unit; ++unit) {
+      attend_unit(call, item, unit, workspace, part_of(tile, unit, item.first_head));
+    }
     return;
   }
-  attend_unit(call, tile, item.kv_head, 0, workspace, workspace.part(0));
+  attend_unit(call, item, 0, workspace, workspace.part(0));
   for (std::int64_t unit = 1; unit < tile.units(); ++unit) {
-    attend_unit(call, tile, item.kv_head, unit, workspace, workspace.part(1));
-    table_.merge(workspace.part(0), workspace.part(1), rows(tile), kv_.head_dim);
+    attend_unit(call, item, unit, workspace, workspace.part(1));
+    table_.merge(workspace.part(0), workspace.part(1), item.heads * rows(tile), kv_.head_dim);
   }
-  write_rows(call, tile, item.kv_head, workspace.part(0));
+  write_rows(call, item, workspace.part(0));
 }
 
-// Queries of the tile, scaled, token after token with the heads of the group side by side.
-void CpuKvKernels::gather_queries(const Call& call, const Tile& tile, std::int32_t kv_head,
-                                  Workspace& workspace) const {
+// Queries of the item, scaled: head by head, token after token with the heads of the group side
+// by side.
+void CpuKvKernels::gather_queries(const Call& call, const Item& item, Workspace& workspace) const {
+  const Tile& tile = tiles_[static_cast<std::size_t>(item.tile)];
   const std::int64_t width = std::int64_t{group_} * kv_.head_dim;
-  for (std::int64_t t = 0; t < tile.tokens; ++t) {
-    const float* from =
-        call.qkv.data + (tile.first_token + t) * call.qkv.row_stride + kv_head * width;
-    float* to = workspace.queries + t * width;
-    for (std::int64_t i = 0; i < width; ++i) {
-      to[i] = from[i] * call.scale;
+  float* to = workspace.queries;
+  for (std::int32_t head = item.first_head; head < item.first_head + item.heads; ++head) {
+    for (std::int64_t t = 0; t < tile.tokens; ++t) {
+      const float* from =
+          call.qkv.data + (tile.first_token + t) * call.qkv.row_stride + head * width;
+      for (std::int64_t i = 0; i < width; ++i) {
+        to[i] = from[i] * call.scale;
+      }
+      to += width;
     }
+  }
+  for (std::int64_t t = 0; t < tile.tokens; ++t) {
     std::fill_n(workspace.limits + t * group_, group_, tile.first_position + t + 1);
   }
 }
 
-void CpuKvKernels::attend_unit(const Call& call, const Tile& tile, std::int32_t kv_head,
-                               std::int64_t unit, const Workspace& workspace,
-                               const AttentionPart& part) const {
-  AttentionItem item;
-  item.base = reinterpret_cast<const char*>(kv_.region(0, call.layer, kv_head));
-  item.blocks = batch_.block_tables + std::int64_t{batch_.rows[tile.sequence]} * batch_.table_width;
-  item.block_stride = kv_.block_stride;
-  item.value_offset = kv_.value_offset;
-  item.slots_per_block = kv_.slots_per_block;
-  item.tile_slots = kv_.tile_slots;
-  item.head_dim = kv_.head_dim;
-  item.format = static_cast<std::int32_t>(kv_.format);
-  item.begin = unit * kUnitKeys;
-  item.end = std::min(tile.keys, item.begin + kUnitKeys);
-  item.queries = workspace.queries;
-  item.limits = workspace.limits;
-  item.rows = rows(tile);
-  item.part = part;
-  table_.attend(item);
+void CpuKvKernels::attend_unit(const Call& call, const Item& item, std::int64_t unit,
+                               const Workspace& workspace, const AttentionPart& part) const {
+  const Tile& tile = tiles_[static_cast<std::size_t>(item.tile)];
+  AttentionItem work;
+  work.base = reinterpret_cast<const char*>(kv_.region(0, call.layer, item.first_head));
+  work.blocks = batch_.block_tables + std::int64_t{batch_.rows[tile.sequence]} * batch_.table_width;
+  work.block_stride = kv_.block_stride;
+  work.region_stride = kv_.region_stride;
+  work.value_offset = kv_.value_offset;
+  work.slots_per_block = kv_.slots_per_block;
+  work.tile_slots = kv_.tile_slots;
+  work.head_dim = kv_.head_dim;
+  work.format = static_cast<std::int32_t>(kv_.format);
+  work.begin = unit * kUnitKeys;
+  work.end = std::min(tile.keys, work.begin + kUnitKeys);
+  work.prefetch_end = std::min(tile.keys, item.last_unit * kUnitKeys);
+  work.queries = workspace.queries;
+  work.limits = workspace.limits;
+  work.rows = rows(tile);
+  work.kv_heads = item.heads;
+  work.part = part;
+  table_.attend(work);
 }
 
-void CpuKvKernels::merge_split(const Call& call, const Tile& tile, std::int32_t kv_head) {
-  const std::int64_t first = tile.parts_offset + kv_head * tile.units() * rows(tile);
-  const AttentionPart whole = part_at(first);
+void CpuKvKernels::merge_split(const Call& call, const Item& item) {
+  const Tile& tile = tiles_[static_cast<std::size_t>(item.tile)];
+  const std::int32_t all_rows = item.heads * rows(tile);
+  const AttentionPart whole = part_of(tile, 0, item.first_head);
   for (std::int64_t unit = 1; unit < tile.units(); ++unit) {
-    table_.merge(whole, part_at(first + unit * rows(tile)), rows(tile), kv_.head_dim);
+    table_.merge(whole, part_of(tile, unit, item.first_head), all_rows, kv_.head_dim);
   }
-  write_rows(call, tile, kv_head, whole);
+  write_rows(call, item, whole);
 }
 
-void CpuKvKernels::write_rows(const Call& call, const Tile& tile, std::int32_t kv_head,
-                              const AttentionPart& part) const {
-  for (std::int32_t row = 0; row < rows(tile); ++row) {
-    const std::int64_t token = tile.first_token + row / group_;
-    const std::int64_t head = kv_head * group_ + row % group_;
+void CpuKvKernels::write_rows(const Call& call, const Item& item, const AttentionPart& part) const {
+  const Tile& tile = tiles_[static_cast<std::size_t>(item.tile)];
+  for (std::int32_t row = 0; row < item.heads * rows(tile); ++row) {
+    const std::int32_t kv_head = item.first_head + row / rows(tile);
+    const std::int32_t in_head = row % rows(tile);
+    const std::int64_t token = tile.first_token + in_head / group_;
+    const std::int64_t head = kv_head * group_ + in_head % group_;
     table_.normalize(part, row, kv_.head_dim,
                      call.out + token * call.out_row_stride + head * kv_.head_dim);
   }

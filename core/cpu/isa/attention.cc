@@ -10,8 +10,11 @@
 //   - values are added key by key.
 // Up to kRowsMax rows go through a tile together, so each K and V load serves all of them: that
 // is how the query heads of a group share their kv head. Bytes moved per key: those of its K and
-// V, once per group of rows. While a tile is computed, the same tile of the next block is
-// prefetched, for the next block lies anywhere.
+// V, once per group of rows.
+//
+// Blocks lie anywhere in memory, so the hardware's prefetching ends with every region. While a tile
+// is computed, the same tile of a later region is fetched, a cache line at a time between the
+// multiplications: in one burst the lines would wait for each other.
 
 #include "core/cpu/isa/table.h"
 #include "core/cpu/isa/vec.h"
@@ -21,13 +24,15 @@ namespace {
 
 constexpr int kTile = 16;
 constexpr int kCacheLine = 64;
+// How many regions ahead memory is fetched: two take about as long to compute as one to arrive.
+constexpr int kRegionsAhead = 3;
 constexpr float kLowest = -__builtin_inff();
 
 // Keys and values of one tile.
 struct Tile {
   const char* keys;
   const char* values;
-  const char* next_keys;  // what to prefetch; null at the end
+  const char* next_keys;  // what to fetch meanwhile
   const char* next_values;
   int stride;  // slots that a row of the K tile holds
   int count;   // keys that may be read
@@ -80,7 +85,12 @@ KVL_INLINE void scores(const Tile& tile, const float* queries, int head_dim, F32
     odd_sum[r] = zero();
   }
   const int pairs = head_dim / 2;
+  const int64_t pair_bytes = int64_t{tile.stride} * 2 * static_cast<int64_t>(sizeof(Element));
   for (int pair = 0; pair < pairs; ++pair) {
+    prefetch(tile.next_keys + pair * pair_bytes);
+    if (sizeof(Element) == 4) {
+      prefetch(tile.next_keys + pair * pair_bytes + kCacheLine);
+    }
     F32 even;
     F32 odd;
     Keys<Element>::load_pair(tile, pair, kWhole, even, odd);
@@ -123,7 +133,7 @@ KVL_INLINE void softmax_row(F32 score, int count, int head_dim, float* maximum, 
 
 // weighted[r][d..] += sum over keys of weights[r][k] * V[k][d..], for kVectors vectors at `d`.
 template <class Element, int kRows, int kVectors>
-KVL_INLINE void add_values(const Element* values, int count, int head_dim,
+KVL_INLINE void add_values(const Element* values, const Element* next, int count, int head_dim,
                            const float (&weights)[kRows][kTile], float* weighted) {
   F32 total[kRows][kVectors];
   for (int r = 0; r < kRows; ++r) {
@@ -132,6 +142,9 @@ KVL_INLINE void add_values(const Element* values, int count, int head_dim,
     }
   }
   for (int k = 0; k < count; ++k) {
+    for (int j = 0; j < kVectors * kTile; j += kCacheLine / static_cast<int>(sizeof(Element))) {
+      prefetch(next + int64_t{k} * head_dim + j);
+    }
     F32 value[kVectors];
     for (int j = 0; j < kVectors; ++j) {
       value[j] = load_values(values + int64_t{k} * head_dim + j * kTile);
@@ -150,21 +163,10 @@ KVL_INLINE void add_values(const Element* values, int count, int head_dim,
   }
 }
 
-KVL_INLINE void prefetch_bytes(const char* p, int64_t bytes) {
-  if (p != nullptr) {
-    for (int64_t offset = 0; offset < bytes; offset += kCacheLine) {
-      prefetch(p + offset);
-    }
-  }
-}
-
 template <class Element, int kRows, bool kWhole>
 void attend_tile(const Tile& tile, const Rows& rows, int head_dim) {
-  const int64_t bytes = int64_t{tile.stride} * head_dim * static_cast<int64_t>(sizeof(Element));
-  prefetch_bytes(tile.next_keys, bytes);
   F32 score[kRows];
   scores<Element, kRows, kWhole>(tile, rows.queries, head_dim, score);
-  prefetch_bytes(tile.next_values, bytes);
   alignas(64) float weights[kRows][kTile];
   for (int r = 0; r < kRows; ++r) {
     softmax_row<kWhole>(score[r], tile.count, head_dim, rows.maximum + r, rows.sum + r * kTile,
@@ -173,12 +175,15 @@ void attend_tile(const Tile& tile, const Rows& rows, int head_dim) {
   const int count = kWhole ? kTile : tile.count;
   constexpr int kVectors = 2 * kRows <= kRowsMax ? 4 : 2;
   const Element* values = reinterpret_cast<const Element*>(tile.values);
+  const Element* next = reinterpret_cast<const Element*>(tile.next_values);
   int d = 0;
   for (; d + kVectors * kTile <= head_dim; d += kVectors * kTile) {
-    add_values<Element, kRows, kVectors>(values + d, count, head_dim, weights, rows.weighted + d);
+    add_values<Element, kRows, kVectors>(values + d, next + d, count, head_dim, weights,
+                                         rows.weighted + d);
   }
   for (; d < head_dim; d += kTile) {
-    add_values<Element, kRows, 1>(values + d, count, head_dim, weights, rows.weighted + d);
+    add_values<Element, kRows, 1>(values + d, next + d, count, head_dim, weights,
+                                  rows.weighted + d);
   }
 }
 
@@ -206,55 +211,75 @@ struct ByRows {
 template <class Element>
 constexpr ByRows<Element> kByRows = ByRows<Element>::make(typename Count<kRowsMax>::Type{});
 
-template <class Element>
-Tile tile_at(const AttentionItem& item, int64_t key) {
-  const int64_t index = key / item.slots_per_block;
-  const auto slot = static_cast<int>(key % item.slots_per_block);
-  const int64_t row_bytes = int64_t{item.head_dim} * static_cast<int64_t>(sizeof(Element));
-  const int64_t in_region = slot * row_bytes;  // of the K tile and of the V row alike
-  const char* region = item.base + int64_t{item.blocks[index]} * item.block_stride;
-  Tile tile;
-  tile.keys = region + in_region;
-  tile.values = region + item.value_offset + in_region;
-  tile.next_keys = nullptr;
-  tile.next_values = nullptr;
-  if ((index + 1) * item.slots_per_block < item.end) {
-    const char* next = item.base + int64_t{item.blocks[index + 1]} * item.block_stride;
-    tile.next_keys = next + in_region;
-    tile.next_values = next + item.value_offset + in_region;
-  }
-  tile.stride = item.tile_slots;
-  tile.count = 0;
-  return tile;
-}
-
 int64_t smaller(int64_t a, int64_t b) {
   return a < b ? a : b;
 }
 
+// Start of the region that comes `ahead` regions after kv head `head` of block `index`, or of that
+// one itself where the sequence has no such block.
+const char* region_ahead(const AttentionItem& item, int64_t index, int32_t head, int32_t ahead) {
+  int64_t next_index = index;
+  int32_t next_head = head + ahead;
+  while (next_head >= item.kv_heads) {
+    next_head -= item.kv_heads;
+    ++next_index;
+  }
+  if (next_index * item.slots_per_block >= item.prefetch_end) {
+    next_index = index;
+    next_head = head;
+  }
+  return item.base + int64_t{item.blocks[next_index]} * item.block_stride +
+         next_head * item.region_stride;
+}
+
+// One tile of one kv head. Rows that see the same part of it go together.
+template <class Element>
+void attend_rows(const AttentionItem& item, int32_t head, Tile tile, int64_t key, int64_t end,
+                 float* lane_sums) {
+  const int32_t first_of_head = head * item.rows;
+  for (int32_t first = 0; first < item.rows;) {
+    const int64_t limit = smaller(item.limits[first], end);
+    int32_t last = first + 1;
+    while (last < item.rows && last - first < kRowsMax &&
+           smaller(item.limits[last], end) == limit) {
+      ++last;
+    }
+    if (limit > key) {
+      tile.count = static_cast<int>(limit - key);
+      const int32_t row = first_of_head + first;
+      const int64_t offset = int64_t{row} * item.head_dim;
+      const Rows rows = {item.queries + offset, item.part.maximum + row, lane_sums + row * kTile,
+                         item.part.weighted + offset};
+      kByRows<Element>.function[last - first](tile, rows, item.head_dim);
+      tile.next_keys = tile.keys;  // fetched once
+      tile.next_values = tile.values;
+    }
+    first = last;
+  }
+}
+
+// Block after block, and in each the regions of the kv heads, which lie side by side.
 template <class Element>
 void attend_keys(const AttentionItem& item, float* lane_sums) {
-  for (int64_t key = item.begin; key < item.end; key += item.tile_slots) {
-    Tile tile = tile_at<Element>(item, key);
-    const int64_t end = smaller(key + item.tile_slots, item.end);
-    for (int first = 0; first < item.rows;) {
-      // Rows that see the same part of the tile go together.
-      const int64_t limit = smaller(item.limits[first], end);
-      int last = first + 1;
-      while (last < item.rows && last - first < kRowsMax &&
-             smaller(item.limits[last], end) == limit) {
-        ++last;
+  const int64_t row_bytes = int64_t{item.head_dim} * static_cast<int64_t>(sizeof(Element));
+  for (int64_t block_key = item.begin; block_key < item.end; block_key += item.slots_per_block) {
+    const int64_t index = block_key / item.slots_per_block;
+    const int64_t block_end = smaller(block_key + item.slots_per_block, item.end);
+    for (int32_t head = 0; head < item.kv_heads; ++head) {
+      const char* region = region_ahead(item, index, head, 0);
+      const char* next = region_ahead(item, index, head, kRegionsAhead);
+      for (int64_t key = block_key; key < block_end; key += item.tile_slots) {
+        const int64_t in_region = (key - block_key) * row_bytes;  // of K tile and V row alike
+        Tile tile;
+        tile.keys = region + in_region;
+        tile.values = tile.keys + item.value_offset;
+        tile.next_keys = next + 2 * in_region;
+        tile.next_values = tile.next_keys + row_bytes * item.tile_slots;
+        tile.stride = item.tile_slots;
+        tile.count = 0;
+        attend_rows<Element>(item, head, tile, key, smaller(key + item.tile_slots, block_end),
+                             lane_sums);
       }
-      if (limit > key) {
-        tile.count = static_cast<int>(limit - key);
-        const int64_t offset = int64_t{first} * item.head_dim;
-        const Rows rows = {item.queries + offset, item.part.maximum + first,
-                           lane_sums + first * kTile, item.part.weighted + offset};
-        kByRows<Element>.function[last - first](tile, rows, item.head_dim);
-        tile.next_keys = nullptr;  // once per tile
-        tile.next_values = nullptr;
-      }
-      first = last;
     }
   }
 }
@@ -263,11 +288,12 @@ void attend_keys(const AttentionItem& item, float* lane_sums) {
 
 void attend(const AttentionItem& item) {
   alignas(64) float lane_sums[kAttentionRowsMax * kTile];
-  for (int r = 0; r < item.rows; ++r) {
+  const int32_t rows = item.kv_heads * item.rows;
+  for (int32_t r = 0; r < rows; ++r) {
     item.part.maximum[r] = kLowest;
     store(lane_sums + r * kTile, zero());
   }
-  for (int64_t i = 0; i < int64_t{item.rows} * item.head_dim; i += kTile) {
+  for (int64_t i = 0; i < int64_t{rows} * item.head_dim; i += kTile) {
     store(item.part.weighted + i, zero());
   }
   if (item.format == 0) {
@@ -275,7 +301,7 @@ void attend(const AttentionItem& item) {
   } else {
     attend_keys<uint16_t>(item, lane_sums);
   }
-  for (int r = 0; r < item.rows; ++r) {
+  for (int32_t r = 0; r < rows; ++r) {
     item.part.sum[r] = reduce_add(load(lane_sums + r * kTile));
   }
 }

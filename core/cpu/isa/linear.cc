@@ -289,12 +289,12 @@ void multiply_all(const LinearItem& item) {
     unpack_inputs<Format, kFormat>(static_cast<const char*>(item.tile), item.inputs, item.scratch);
     unpacked.tile = item.scratch;
   }
-  int64_t row = 0;
-  for (; row + kRowsMax <= item.rows; row += kRowsMax) {
-    kByRows<PackedF32, WeightFormat::kF32>.function[kRowsMax](unpacked, row);
-  }
-  if (row < item.rows) {
-    kByRows<PackedF32, WeightFormat::kF32>.function[item.rows - row](unpacked, row);
+  // Passes of equal size: a last one of a few rows would leave the multipliers idle.
+  const int64_t passes = (item.rows + kRowsMax - 1) / kRowsMax;
+  for (int64_t pass = 0; pass < passes; ++pass) {
+    const int64_t first = item.rows * pass / passes;
+    const int64_t last = item.rows * (pass + 1) / passes;
+    kByRows<PackedF32, WeightFormat::kF32>.function[last - first](unpacked, first);
   }
 }
 

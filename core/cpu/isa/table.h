@@ -7,7 +7,7 @@
 
 namespace kvledger::cpu {
 
-// Most query rows in one item.
+// Most query rows in one item, of all its kv heads.
 constexpr int kAttentionRowsMax = 96;
 
 // What some query rows found in some keys. A row that read none has maximum -infinity and sums 0.
@@ -17,24 +17,30 @@ struct AttentionPart {
   float* weighted;  // [rows][head_dim] sum of e^(score - maximum) * value
 };
 
-// Part of one sequence's context in one kv head, and the query rows that read it.
+// Part of one sequence's context in some kv heads, and the query rows that read it.
 struct AttentionItem {
-  // Region of the sequence's i-th block: base + int64(blocks[i]) * block_stride.
+  // Region of the h-th of these kv heads in the sequence's i-th block:
+  // base + int64(blocks[i]) * block_stride + h * region_stride.
   const char* base;
   const int32_t* blocks;
   int64_t block_stride;
+  int64_t region_stride;
   int64_t value_offset;
   int32_t slots_per_block;
   int32_t tile_slots;
   int32_t head_dim;
   int32_t format;  // KvFormat
-  // Keys from `begin` to `end`, positions in the sequence; `begin` is a multiple of the tile.
+  // Keys from `begin` to `end`, positions in the sequence; `begin` is the first of a block.
   int64_t begin;
   int64_t end;
-  // Query rows, scaled: [rows][head_dim]. Row r reads keys below limits[r]; limits do not fall.
+  // Blocks up to this key may be fetched ahead.
+  int64_t prefetch_end;
+  // Query rows, scaled: [kv_heads][rows][head_dim]. Row r of each head reads keys below limits[r];
+  // limits do not fall. Results have the same order.
   const float* queries;
   const int64_t* limits;
   int32_t rows;
+  int32_t kv_heads;
   AttentionPart part;  // overwritten
 };
 

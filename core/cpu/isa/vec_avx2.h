@@ -148,7 +148,7 @@ KVL_INLINE F32 signed_byte(U32 x) {
 }
 
 KVL_INLINE void prefetch(const void* p) {
-  _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0);
+  _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1);
 }
 
 }  // namespace kvledger::cpu::KVL_ISA

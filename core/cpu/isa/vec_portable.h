@@ -164,7 +164,7 @@ KVL_INLINE F32 signed_byte(U32 a) {
 }
 
 KVL_INLINE void prefetch(const void* p) {
-  __builtin_prefetch(p);
+  __builtin_prefetch(p, 0, 2);
 }
 
 }  // namespace kvledger::cpu::KVL_ISA
