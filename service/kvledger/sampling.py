@@ -70,15 +70,14 @@ class Sampler:
         [n], of the tokens drawn. Returns int32 [n]; UNUSABLE where a row's largest logit is not
         finite.
         """
-        highest, tokens = logits.max(dim=1)
-        chosen: npt.NDArray[np.int32] = tokens.numpy().astype(np.int32)
-        usable = torch.isfinite(highest).numpy()
+        values = logits.numpy()
+        chosen: npt.NDArray[np.int32] = values.argmax(axis=1).astype(np.int32)  # NaN comes first
+        highest = values[np.arange(len(rows)), chosen]
+        usable = np.isfinite(highest)
         drawn = np.flatnonzero((self._temperature[rows] > 0.0) & usable)
         if drawn.size:
-            subset = torch.from_numpy(drawn)
-            chosen[drawn] = self._draw(
-                logits[subset] - highest[subset, None], rows[drawn], positions[drawn]
-            )
+            scores = logits[torch.from_numpy(drawn)] - torch.from_numpy(highest[drawn])[:, None]
+            chosen[drawn] = self._draw(scores, rows[drawn], positions[drawn])
         chosen[~usable] = UNUSABLE
         return chosen
 
