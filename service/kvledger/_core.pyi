@@ -1,10 +1,11 @@
 """The extension module; each class's header under core/ is its contract."""
 
-from collections.abc import Buffer, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import Buffer
 
 KV_FORMATS: tuple[str, ...]
 
@@ -34,9 +35,7 @@ class GgufFile:
     def tensors(self) -> list[GgufTensor]: ...
 
 class KvLayout:
-    def __init__(
-        self, *, layers: int, kv_heads: int, head_dim: int, block_tokens: int
-    ) -> None: ...
+    def __init__(self, *, layers: int, kv_heads: int, head_dim: int, block_tokens: int) -> None: ...
     @property
     def layers(self) -> int: ...
     @property

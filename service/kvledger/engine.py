@@ -1,6 +1,6 @@
 """The engine loop: one thread that plans, computes, samples and commits, step after step.
 
-It is the only importer of the core's Engine. Requests come in through `submit` and `end`, which any
+It alone makes and drives the core's Engine. Requests come in through `submit` and `end`, which any
 thread may call; what happened goes out as one StepOutcome per crossing, through the `publish`
 function given at the start. There is no loop over sequences here.
 """
@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,8 @@ from kvledger.models.llama import Llama
 from kvledger.sampling import Sampler, SamplingParameters
 
 _log = structlog.get_logger(__name__)
+
+CoreEngine: TypeAlias = _core.Engine
 
 # How long an idle engine sleeps before it shows a sign of life again, in seconds.
 _IDLE_SECONDS = 0.25
@@ -74,12 +77,39 @@ class StepOutcome:
         )
 
 
+def make_core(
+    *,
+    blocks: int,
+    slots_per_block: int,
+    context_tokens: int,
+    token_budget: int,
+    sequences_max: int,
+    end_of_text: Collection[int],
+    priority_aging: float,
+) -> CoreEngine:
+    """Scheduler, pool and ledger for one model.
+
+    `priority_aging` is the seconds of waiting that one level of priority is worth; the other
+    arguments are counts of blocks and tokens, and the ids that end a text.
+    """
+    return CoreEngine(
+        blocks=blocks,
+        slots_per_block=slots_per_block,
+        context_tokens=context_tokens,
+        token_budget=token_budget,
+        sequences_max=sequences_max,
+        end_of_text=sorted(end_of_text),
+        aging_per_priority=round(priority_aging * 1e9),
+        now=time.monotonic_ns(),
+    )
+
+
 class Engine:
     """Owns the core engine, the model and the sampler, and the thread that runs them."""
 
     def __init__(
         self,
-        core: _core.Engine,
+        core: CoreEngine,
         model: Llama,
         sampler: Sampler,
         publish: Callable[[StepOutcome], None],
@@ -119,13 +149,17 @@ class Engine:
         self._last_beat = time.monotonic()
         self._thread.start()
 
-    def stop(self) -> None:
-        """Ends the thread after the step it is in; what still runs is abandoned."""
+    def stop(self, timeout: float | None = None) -> bool:
+        """Ends the thread after the step it is in; what still runs is abandoned.
+
+        False if the thread has not ended within `timeout` seconds: the step hangs.
+        """
         with self._wakeup:
             self._stopping = True
             self._wakeup.notify()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join()
+            self._thread.join(timeout)
+        return not self._thread.is_alive()
 
     def submit(self, job: Job) -> None:
         """Takes in a job. Its receipt will be published exactly once."""
@@ -146,9 +180,10 @@ class Engine:
                 if not self._step():
                     self._sleep()
         except BaseException:
-            _log.exception("engine_died")
-            self._on_death()
-            raise
+            try:
+                _log.exception("engine_died")
+            finally:
+                self._on_death()
 
     def _beat(self) -> None:
         self._last_beat = time.monotonic()

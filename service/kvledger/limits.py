@@ -6,8 +6,9 @@ numbers and field paths, never the client's own strings.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from kvledger.errors import FieldViolation, InvalidRequest
@@ -17,6 +18,8 @@ from kvledger.v1 import generation_pb2, models_pb2
 MESSAGE_BYTES_MAX = 4 * 1024 * 1024
 # Largest metadata of a call, in bytes.
 METADATA_BYTES_MAX = 16 * 1024
+# Violations that one refusal names; more would not fit into the metadata that carries it.
+_REPORTED_MAX = 16
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,16 @@ def check_detokenize(request: models_pb2.DetokenizeRequest, vocabulary: int) -> 
     _raise_if_any(violations or _id_violations("token_ids", request.token_ids, vocabulary))
 
 
+def check_text_fits(text: str) -> None:
+    """Raises InvalidRequest unless a text fits into a response."""
+    size = len(text.encode())
+    most = MESSAGE_BYTES_MAX - 1024  # room for what else a message holds
+    if size > most:
+        raise InvalidRequest(
+            FieldViolation("token_ids", f"stand for {size} bytes of text, at most {most} fit")
+        )
+
+
 def check_prompt_fits(tokens: int, tokens_max: int, context_tokens: int) -> None:
     """Raises InvalidRequest unless a prompt leaves room for one token.
 
@@ -84,8 +97,8 @@ def check_prompt_fits(tokens: int, tokens_max: int, context_tokens: int) -> None
         )
 
 
-def _raise_if_any(violations: Iterator[FieldViolation] | list[FieldViolation]) -> None:
-    found = list(violations)
+def _raise_if_any(violations: Iterable[FieldViolation]) -> None:
+    found = list(itertools.islice(violations, _REPORTED_MAX))
     if found:
         raise InvalidRequest(*found)
 
@@ -154,13 +167,11 @@ def _stop_violations(stop: generation_pb2.StopOptions) -> Iterator[FieldViolatio
         yield from count
         return
     for index, text in enumerate(stop.sequences):
-        yield from _counted(
-            f"stop.sequences[{index}]", "stop.sequences.text", len(text.encode())
-        )
+        yield from _counted(f"stop.sequences[{index}]", "stop.sequences.text", len(text.encode()))
 
 
-def _id_violations(field: str, ids: object, vocabulary: int) -> Iterator[FieldViolation]:
-    for index, token in enumerate(ids):  # type: ignore[call-overload]
+def _id_violations(field: str, ids: Iterable[int], vocabulary: int) -> Iterator[FieldViolation]:
+    for index, token in enumerate(ids):
         if token >= vocabulary:
             yield FieldViolation(
                 f"{field}[{index}]", f"{token} is outside the vocabulary of {vocabulary} tokens"

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import queue
 import time
 
-import numpy as np
-
-from kvledger import _core
-from kvledger.sampling import UNUSABLE, Sampler
+from kvledger.engine import Engine, Job, StepOutcome
+from kvledger.sampling import Sampler, SamplingParameters
 from kvledger.served_model import load
 from kvledger.settings import Settings
 
@@ -15,26 +14,37 @@ from kvledger.settings import Settings
 def generate_one_token(settings: Settings) -> int | None:
     """Loads the model with the smallest useful pool and computes one token of a short prompt.
 
-    None if the logits are not finite. Raises ModelRefused or SettingRefused.
+    None if the model's output is unusable. Raises ModelRefused or SettingRefused.
     """
     small = settings.model_copy(update={"kv_blocks": 4, "kv_bytes": None})
     model = load(small)
-    prompt = model.tokenizer.encode_text("The capital of France is")
-    arrivals = _core.Arrivals(
-        ids=np.zeros(1, np.uint64),
-        tenants=np.zeros(1, np.uint32),
-        arrived_at=np.zeros(1, np.int64),
-        priorities=np.zeros(1, np.int32),
-        output_tokens_max=np.ones(1, np.int64),
-        ignore_end_of_text=np.zeros(1, np.bool_),
-        offsets=np.array([0, len(prompt)], np.int64),
-        tokens=prompt,
+    outcomes: queue.SimpleQueue[StepOutcome | None] = queue.SimpleQueue()
+    engine = Engine(
+        model.core,
+        model.llama,
+        Sampler(small.sequences_max),
+        publish=outcomes.put,
+        on_death=lambda: outcomes.put(None),
     )
-    nobody = np.empty(0, np.uint64)
-    plan, _ = model.core.plan(time.monotonic_ns(), arrivals, nobody, np.empty(0, np.uint8))
-    logits = model.llama.forward(plan)
-    sampler = Sampler(small.sequences_max)
-    tokens = sampler.sample(logits, plan.logit_rows, plan.positions[plan.logit_tokens])
-    offsets = np.arange(len(tokens) + 1, dtype=np.int32)
-    model.core.commit(plan.step, tokens, offsets, time.monotonic_ns())
-    return None if tokens[0] == UNUSABLE else int(tokens[0])
+    engine.start()
+    try:
+        engine.submit(
+            Job(
+                sequence=1,
+                tenant=0,
+                prompt=model.tokenizer.encode_text("The capital of France is")[
+                    : model.tokens_max - 1
+                ],
+                arrived_at=time.monotonic_ns(),
+                max_tokens=1,
+                sampling=SamplingParameters(),
+            )
+        )
+        while (outcome := outcomes.get()) is not None:
+            if outcome.report.tokens.size:
+                return int(outcome.report.tokens[0]["token"])
+            if outcome.report.receipts.size or outcome.report.refusals.size:
+                return None
+        return None
+    finally:
+        engine.stop()

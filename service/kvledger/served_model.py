@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import structlog
 
 from kvledger import _core
+from kvledger.engine import CoreEngine, make_core
 from kvledger.errors import ModelRefused, SettingRefused
 from kvledger.memory import memory_available
 from kvledger.models.catalogue import CATALOGUE, model_path
@@ -40,7 +41,7 @@ class ServedModel:
     blocks: int
     # Most tokens of a sequence: the context window, or one more than the pool has slots.
     tokens_max: int
-    core: _core.Engine
+    core: CoreEngine
     llama: Llama
 
     def answers_to(self, name: str) -> bool:
@@ -76,19 +77,16 @@ def load(settings: Settings, say: Callable[[str], None] = lambda line: None) -> 
             f"the system has no {blocks * layout.block_bytes} bytes for the KV pool; "
             f"lower --kv-bytes or --kv-blocks"
         ) from None
-    core = _core.Engine(
+    core = make_core(
         blocks=blocks,
         slots_per_block=layout.slots_per_block(settings.kv_format),
         context_tokens=config.context_tokens,
         token_budget=settings.token_budget,
         sequences_max=settings.sequences_max,
-        end_of_text=sorted(tokenizer.eos_ids),
-        aging_per_priority=round(settings.priority_aging * 1e9),
-        now=time.monotonic_ns(),
+        end_of_text=tokenizer.eos_ids,
+        priority_aging=settings.priority_aging,
     )
-    llama = Llama(
-        config, weights, ops, memory, settings.token_budget, core.sequence_tokens_max
-    )
+    llama = Llama(config, weights, ops, memory, settings.token_budget, core.sequence_tokens_max)
     model = ServedModel(
         id=settings.model if settings.model in CATALOGUE else path.stem,
         fingerprint=fingerprint,

@@ -2,7 +2,8 @@
 
 Start: load, start the engine, serve. Stop: SIGTERM makes health NOT_SERVING, refuses new requests
 and gives running streams `drain_timeout` to end; a second signal stops at once. If the engine's
-loop ever dies, open requests fail and the process exits with a reason.
+loop ever dies, open requests fail and the process exits with a reason. Requests that are still
+open when it stops get their receipts and end with UNAVAILABLE.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ from kvledger.errors import SettingRefused
 from kvledger.limits import MESSAGE_BYTES_MAX, METADATA_BYTES_MAX
 from kvledger.rpc.doors import check_every_method_has_a_row
 from kvledger.rpc.generation import GenerationServicer
+from kvledger.rpc.listener import Listener
 from kvledger.rpc.models import ModelServicer
 from kvledger.rpc.prompts import PromptEncoder
+from kvledger.rpc.undecodable import UndecodableRefused
 from kvledger.sampling import Sampler
 from kvledger.served_model import ServedModel
 from kvledger.settings import Settings
@@ -34,8 +37,8 @@ from kvledger.v1 import generation_pb2, generation_pb2_grpc, models_pb2, models_
 
 _log = structlog.get_logger(__name__)
 
-# Exit status of a server whose engine died (EX_SOFTWARE of sysexits.h).
-ENGINE_DIED = 70
+# Exit status of a server whose engine died or hangs, or who lost its port (EX_SOFTWARE).
+BROKE = 70
 
 # How often health looks at the engine's heartbeat, in seconds.
 _HEALTH_INTERVAL = 0.25
@@ -79,40 +82,57 @@ class Server:
         self._loop: asyncio.AbstractEventLoop | None = None
         sampler = Sampler(settings.sequences_max)
         self._engine = Engine(model.core, model.llama, sampler, self._publish, self._engine_died)
-        self._admission = Admission(
-            self._engine, model.config.context_tokens, settings.max_queued
-        )
-        self._prompts = PromptEncoder(model.tokenizer)
+        self._admission = Admission(self._engine, model.config.context_tokens, settings.max_queued)
+        self._prompts = PromptEncoder(model.tokenizer, settings.max_queued)
         self._health = health.aio.HealthServicer()
         self._stop_requested = asyncio.Event()
         self._stop_now = asyncio.Event()
-        self._died = False
+        self._broke = False
+        self._listener: Listener | None = None
+
+    @property
+    def port(self) -> int:
+        """The port that it serves on, once it is ready."""
+        assert self._listener is not None
+        return self._listener.port
 
     async def run(self, ready: Callable[[], None] = lambda: None) -> int:
         """Serves until stopped; returns the process's exit status. `ready` is called once."""
         self._loop = asyncio.get_running_loop()
-        grpc_server = self._make_grpc_server()
+        self._listener = Listener(self._settings.listen, self._make_grpc_server)
         self._engine.start()
-        await grpc_server.start()
+        await self._set_health(serving=True)
+        await self._listener.start()
         # What is loaded stays: the collector need not look at it again and again.
         gc.collect()
         gc.freeze()
         # A kernel's thread that wants the GIL back should not wait 5 ms for it.
         sys.setswitchinterval(0.0005)
         self._handle_signals()
-        watch = asyncio.create_task(self._watch_heartbeat())
-        _log.info("serving", listen=self._settings.listen, model=self._model.id)
+        watches = (
+            asyncio.create_task(self._watch_heartbeat()),
+            asyncio.create_task(self._watch_listener(self._listener)),
+        )
+        _log.info(
+            "serving",
+            listen=f"{self._settings.listen.rpartition(':')[0]}:{self.port}",
+            model=self._model.id,
+        )
         if self._settings.dev:
             _log.warning("dev_mode", meaning="callers without identity are served as one tenant")
         ready()
         await self._stop_requested.wait()
         await self._drain()
-        watch.cancel()
-        await grpc_server.stop(_LAST_WORDS)
-        self._engine.stop()
+        for watch in watches:
+            watch.cancel()
+        await self._end_open_requests()
+        await self._listener.stop(_LAST_WORDS)
+        if not self._engine.stop(_LAST_WORDS):
+            _log.error("engine_hangs", silence_seconds=round(self._engine.silence_seconds, 1))
+            self._broke = True
         self._prompts.close()
         _log.info("stopped", open_requests=len(self._admission.open_requests))
-        return ENGINE_DIED if self._died else 0
+        return BROKE if self._broke else 0
 
     def request_stop(self) -> None:
         """Drains; asked again, stops at once."""
@@ -121,24 +141,16 @@ class Server:
         self._stop_requested.set()
 
     def _make_grpc_server(self) -> grpc.aio.Server:
-        server = grpc.aio.server(options=_OPTIONS)
-        generation_pb2_grpc.add_GenerationServiceServicer_to_server(
+        server = grpc.aio.server(options=_OPTIONS, interceptors=(UndecodableRefused(),))
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(  # type: ignore[no-untyped-call]
             GenerationServicer(self._model, self._engine, self._admission, self._prompts), server
         )
-        models_pb2_grpc.add_ModelServiceServicer_to_server(
+        models_pb2_grpc.add_ModelServiceServicer_to_server(  # type: ignore[no-untyped-call]
             ModelServicer(self._model, self._prompts), server
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         if self._settings.dev:
             reflection.enable_server_reflection(tuple(_SERVICES), server)
-        try:
-            port = server.add_insecure_port(self._settings.listen)
-        except RuntimeError:
-            port = 0
-        if port == 0:
-            raise SettingRefused(
-                f"--listen {self._settings.listen}: the address is in use or not this machine's"
-            )
         return server
 
     def _publish(self, outcome: StepOutcome) -> None:
@@ -153,7 +165,8 @@ class Server:
             self._loop.call_soon_threadsafe(self._give_up)
 
     def _give_up(self) -> None:
-        self._died = True
+        self._broke = True
+        self._admission.drain()  # who enters now would wait for an engine that is gone
         self._admission.streams.fail_all()
         self.request_stop()
 
@@ -165,16 +178,23 @@ class Server:
 
     async def _watch_heartbeat(self) -> None:
         """Health says what the engine's loop does, not what somebody hopes."""
-        previous = None
+        previous = True
         while True:
             silent = self._engine.silence_seconds > self._settings.heartbeat_timeout
             serving = self._engine.alive and not silent
             if serving != previous:
                 await self._set_health(serving)
-                if previous is not None:
-                    _log.warning("health_changed", serving=serving)
+                _log.warning("health_changed", serving=serving)
                 previous = serving
             await asyncio.sleep(_HEALTH_INTERVAL)
+
+    async def _watch_listener(self, listener: Listener) -> None:
+        try:
+            await listener.watch()
+        except SettingRefused:
+            _log.exception("listener_lost")
+            self._broke = True
+            self.request_stop()
 
     async def _set_health(self, serving: bool) -> None:
         status = (
@@ -199,3 +219,9 @@ class Server:
         )
         empty.cancel()
         now.cancel()
+
+    async def _end_open_requests(self) -> None:
+        """What still runs gets its receipt, and its caller UNAVAILABLE."""
+        self._admission.end_all()
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._admission.streams.wait_until_empty(), _LAST_WORDS)

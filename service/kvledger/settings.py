@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +19,7 @@ from pydantic_settings import (
     CliSettingsSource,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
+    SettingsError,
     TomlConfigSettingsSource,
 )
 
@@ -26,6 +28,7 @@ from kvledger.log import LogFormat, LogLevel
 from kvledger.models.config import WeightsMode
 
 _ENVIRONMENT = "KVLEDGER_"
+_PORT = re.compile("[0-9]{1,5}")
 # Variables with the prefix that are no settings: what the build and the tests read.
 _OTHER_VARIABLES = frozenset({"KVLEDGER_CUDA", "KVLEDGER_TEST_MODEL", "KVLEDGER_BUILD_TYPE"})
 
@@ -34,13 +37,12 @@ class Settings(BaseSettings):
     """Everything that can be set, with units in the descriptions."""
 
     model_config = SettingsConfigDict(
-        env_prefix=_ENVIRONMENT,
         extra="forbid",
         cli_kebab_case=True,
         cli_implicit_flags=True,
         cli_avoid_json=True,
         cli_hide_none_type=True,
-        cli_prog_name="kvledger serve",
+        cli_exit_on_error=False,
         validate_default=False,
         frozen=True,
     )
@@ -50,11 +52,10 @@ class Settings(BaseSettings):
         "smollm2-135m-instruct", description="name of a known model, or path of a GGUF file"
     )
     weights: WeightsMode = Field(
-        "stored", description="how weights are kept in memory: as the file stores them, or as floats"
+        "stored",
+        description="how weights are kept in memory: as the file stores them, or as floats",
     )
-    kv_format: Literal["bf16", "f32"] = Field(
-        "bf16", description="how keys and values are stored"
-    )
+    kv_format: Literal["bf16", "f32"] = Field("bf16", description="how keys and values are stored")
     kv_bytes: ByteSize | None = Field(
         None, description="size of the KV pool, such as 4GiB; default: a quarter of free memory"
     )
@@ -117,9 +118,12 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """The order in which sources win; the command line is put before these."""
-        del dotenv_settings, file_secret_settings
-        return init_settings, env_settings, _TomlSource(settings_cls, init_settings)
+        """The order in which sources win; the command line is put before these.
+
+        `load_settings` gives what the environment says as init_settings.
+        """
+        del env_settings, dotenv_settings, file_secret_settings
+        return init_settings, _TomlSource(settings_cls, init_settings)
 
     @property
     def sequences_max(self) -> int:
@@ -155,27 +159,36 @@ class _TomlSource(TomlConfigSettingsSource):
         path = init_settings().get("config")
         super().__init__(settings_cls, Path(path) if path else None)
 
-    def _read_file(self, file_path: Path) -> dict[str, Any]:
-        return {key.replace("-", "_"): value for key, value in super()._read_file(file_path).items()}
+    def _read_file(self, file_path: Any) -> dict[str, Any]:
+        values = super()._read_file(file_path)
+        return {key.replace("-", "_"): value for key, value in values.items()}
 
 
 def load_settings(
-    arguments: Sequence[str], environment: Mapping[str, str] | None = None
+    arguments: Sequence[str],
+    environment: Mapping[str, str] | None = None,
+    command: str = "kvledger serve",
 ) -> Settings:
-    """Settings from a command line and the environment. SettingRefused, in one sentence."""
+    """Settings from a command line and the environment. SettingRefused, in one sentence.
+
+    `command` is what its help calls itself.
+    """
     environment = os.environ if environment is None else environment
-    _refuse_unknown_variables(environment)
+    given = _environment_values(environment)
     path = _config_path(arguments, environment)
     if path is not None and not path.is_file():
         raise SettingRefused(f"--config {path}: there is no such file")
     try:
-        given = {"config": path} if path is not None else {}
+        given["config"] = path
         settings = Settings(
-            _cli_settings_source=CliSettingsSource(
-                Settings, cli_parse_args=list(arguments), root_parser=None
-            ),  # type: ignore[call-arg]
+            _cli_settings_source=CliSettingsSource(  # type: ignore[call-arg]
+                Settings, cli_parse_args=list(arguments), cli_prog_name=command
+            ),
             **given,
         )
+    except SettingsError as error:  # of the command line's parser
+        reason = str(error).removeprefix("error parsing CLI: ")
+        raise SettingRefused(f"{reason}; see {command} --help") from None
     except ValidationError as error:
         raise SettingRefused(_sentence(error)) from None
     except ValueError as error:  # of the TOML reader: it names line and column
@@ -186,22 +199,28 @@ def load_settings(
 
 def _config_path(arguments: Sequence[str], environment: Mapping[str, str]) -> Path | None:
     """The TOML file's path, which must be known before the other sources are read."""
-    for index, argument in enumerate(arguments):
-        if argument == "--config" and index + 1 < len(arguments):
-            return Path(arguments[index + 1])
-        if argument.startswith("--config="):
-            return Path(argument.removeprefix("--config="))
     named = environment.get(_ENVIRONMENT + "CONFIG")
+    for index, argument in enumerate(arguments):  # the last one wins, as with every option
+        if argument == "--config" and index + 1 < len(arguments):
+            named = arguments[index + 1]
+        elif argument.startswith("--config="):
+            named = argument.removeprefix("--config=")
     return Path(named) if named else None
 
 
-def _refuse_unknown_variables(environment: Mapping[str, str]) -> None:
-    known = {_ENVIRONMENT + name.upper() for name in Settings.model_fields} | _OTHER_VARIABLES
+def _environment_values(environment: Mapping[str, str]) -> dict[str, Any]:
+    """What the variables with the prefix say, by setting; SettingRefused for one that is none."""
+    known = {_ENVIRONMENT + name.upper(): name for name in Settings.model_fields}
+    values = {}
     for variable in sorted(environment):
-        if variable.upper().startswith(_ENVIRONMENT) and variable.upper() not in known:
-            near = difflib.get_close_matches(variable.upper(), sorted(known), n=1)
+        upper = variable.upper()
+        if upper in known:
+            values[known[upper]] = environment[variable]
+        elif upper.startswith(_ENVIRONMENT) and upper not in _OTHER_VARIABLES:
+            near = difflib.get_close_matches(upper, sorted(known), n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise SettingRefused(f"the environment variable {variable} is no setting{hint}")
+    return values
 
 
 def _sentence(error: ValidationError) -> str:
@@ -229,5 +248,11 @@ def _check(settings: Settings) -> None:
             f"raise the one or lower the other"
         )
     host, _, port = settings.listen.rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65535:
+    if not host or not _PORT.fullmatch(port) or int(port) > 65535:
         raise SettingRefused(f"--listen: {settings.listen!r} is not host:port")
+    if ":" in host and not (host.startswith("[") and host.endswith("]")):
+        # gRPC would read ::1:0 as an address without a port, and unix:a:1 as a file.
+        raise SettingRefused(
+            f"--listen: {settings.listen!r} is not host:port; an IPv6 address stands in brackets, "
+            f"as in [::1]:50051"
+        )

@@ -16,8 +16,8 @@ KvHarness::KvHarness(const KvCase& shape, std::int64_t sequences, std::int64_t t
     : shape_(shape),
       layout_(KvGeometry{shape.layers, shape.kv_heads, shape.head_dim}, shape.block_tokens),
       blocks_per_sequence_(layout_.blocks_for(tokens_max, shape.format).value()),
-      arena_(Arena::take(
-          ByteCount{layout_.block_bytes().value() * blocks_per_sequence_ * sequences})),
+      arena_(
+          Arena::take(ByteCount{layout_.block_bytes().value() * blocks_per_sequence_ * sequences})),
       view_(paged_view(layout_, shape.format, arena_->data())),
       tables_(static_cast<std::size_t>(blocks_per_sequence_ * sequences)),
       lengths_(static_cast<std::size_t>(sequences), 0),
@@ -28,8 +28,8 @@ KvHarness::KvHarness(const KvCase& shape, std::int64_t sequences, std::int64_t t
   }
   Random random(seed);
   for (std::size_t i = tables_.size(); i > 1; --i) {
-    std::swap(tables_[i - 1], tables_[static_cast<std::size_t>(random.below(
-                                  static_cast<std::int64_t>(i)))]);
+    std::swap(tables_[i - 1],
+              tables_[static_cast<std::size_t>(random.below(static_cast<std::int64_t>(i)))]);
   }
   make_angles();
 }

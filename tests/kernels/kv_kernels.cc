@@ -21,7 +21,9 @@ using cpu::ThreadPool;
 // Largest difference to the reference. Values are at most 1 in size and a query reads what was
 // stored, so a format's own rounding is on both sides; but a key that lies within rounding of a
 // tie between two bf16 numbers may be stored as the other one.
-double tolerance(KvFormat format) { return format == KvFormat::kBf16 ? 2e-3 : 2e-5; }
+double tolerance(KvFormat format) {
+  return format == KvFormat::kBf16 ? 2e-3 : 2e-5;
+}
 
 std::string describe(InstructionSet set, const KvCase& shape) {
   return std::string(cpu::name(set)) + " " + std::string(name(shape.format)) + " head_dim " +
@@ -273,9 +275,9 @@ TEST_CASE("blocks far into a large pool are written and read like any others") {
   }
   for (std::size_t i = 0; i < far.size(); ++i) {
     const auto size = layout.block_bytes().value();
-    const bool same = std::memcmp(static_cast<std::byte*>(memory) + far[i] * size,
-                                  small->data() + near[i] * size,
-                                  static_cast<std::size_t>(size)) == 0;
+    const bool same =
+        std::memcmp(static_cast<std::byte*>(memory) + far[i] * size, small->data() + near[i] * size,
+                    static_cast<std::size_t>(size)) == 0;
     CHECK(same);
   }
   munmap(memory, bytes);

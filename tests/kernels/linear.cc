@@ -19,15 +19,14 @@ using cpu::RowKernels;
 using cpu::ThreadPool;
 using cpu::WeightFormat;
 
-constexpr WeightFormat kFormats[] = {WeightFormat::kF32,  WeightFormat::kBf16,
-                                     WeightFormat::kF16,  WeightFormat::kQ8_0,
-                                     WeightFormat::kQ4_0, WeightFormat::kQ4_1};
+constexpr WeightFormat kFormats[] = {WeightFormat::kF32,  WeightFormat::kBf16, WeightFormat::kF16,
+                                     WeightFormat::kQ8_0, WeightFormat::kQ4_0, WeightFormat::kQ4_1};
 
 double half_value(std::uint16_t half) {
   const int exponent = half >> 10 & 31;
   const double fraction = half & 1023;
-  const double magnitude = exponent == 0 ? fraction * 0x1p-24
-                                         : (1024 + fraction) * std::ldexp(1.0, exponent - 25);
+  const double magnitude =
+      exponent == 0 ? fraction * 0x1p-24 : (1024 + fraction) * std::ldexp(1.0, exponent - 25);
   return (half & 0x8000) != 0 ? -magnitude : magnitude;
 }
 
@@ -118,8 +117,8 @@ PackedWeight packed(WeightFormat format, const Stored& stored, std::int64_t outp
   return weight;
 }
 
-std::vector<float> run(RowKernels& kernels, const PackedWeight& weight,
-                       const std::vector<float>& x, std::int64_t rows) {
+std::vector<float> run(RowKernels& kernels, const PackedWeight& weight, const std::vector<float>& x,
+                       std::int64_t rows) {
   std::vector<float> y(static_cast<std::size_t>(rows * weight.outputs()), NAN);
   kernels.linear(weight, ConstMatrix{x.data(), rows, weight.inputs(), weight.inputs()},
                  Matrix{y.data(), rows, weight.outputs(), weight.outputs()}, false);
@@ -182,8 +181,7 @@ TEST_CASE("a row's result does not depend on the other rows, bit for bit") {
       const std::vector<float> x = random_floats(random, rows * inputs, 1.0F);
       const std::vector<float> all = run(together, weight, x, rows);
       for (const std::int64_t row : {0, 6, 11, 12, 150, 300}) {
-        const std::vector<float> just_one(x.begin() + row * inputs,
-                                          x.begin() + (row + 1) * inputs);
+        const std::vector<float> just_one(x.begin() + row * inputs, x.begin() + (row + 1) * inputs);
         const std::vector<float> y = run(alone, weight, just_one, 1);
         CHECK(std::memcmp(y.data(), all.data() + row * outputs, sizeof(float) * outputs) == 0);
       }
@@ -294,8 +292,7 @@ TEST_CASE("weights of the wrong shape break an invariant") {
   const std::vector<float> three(3 * 32, 0.0F);
   CHECK_BREAKS(weight.set_rows(0, std::as_bytes(std::span<const float>(three))));
   const std::vector<std::int64_t> order = {0, 2};
-  CHECK_BREAKS(
-      weight.set_rows(0, std::as_bytes(std::span<const float>(three).first(64)), order));
+  CHECK_BREAKS(weight.set_rows(0, std::as_bytes(std::span<const float>(three).first(64)), order));
 }
 
 }  // namespace kvledger::testing

@@ -64,6 +64,7 @@ TEST_CASE("barriers end") {
   pool.run(5, [](std::int64_t, int) {});
 }
 
+// With no thread at all nobody would do the work.
 TEST_CASE("a pool has at least one thread") {
   CHECK_BREAKS(ThreadPool(0));
 }

@@ -70,9 +70,7 @@ def test_stored_weights_give_the_same_bits_as_their_floats(tmp_path: Path, store
 def test_bf16_weights_are_rounded_to_nearest(tmp_path: Path) -> None:
     """Weights that were rounded twice, or cut off, would lie further from the model."""
     exact = write_gguf(tmp_path / "exact.gguf")
-    rounded = write_gguf(
-        tmp_path / "rounded.gguf", quantization=gguf.GGMLQuantizationType.BF16
-    )
+    rounded = write_gguf(tmp_path / "rounded.gguf", quantization=gguf.GGMLQuantizationType.BF16)
     prompt = list(b"Nearly.")
     ours = logits_after(served(exact, "--weights", "bf16"), prompt)
     assert torch.equal(ours, logits_after(served(rounded), prompt))
@@ -115,9 +113,7 @@ def test_a_missing_rope_base_is_the_documented_default(tmp_path: Path) -> None:
     """Files without the key mean 10000; anything else would garble long prompts."""
     prompt = list(range(60))
     given = served(write_gguf(tmp_path / "given.gguf"))
-    missing = served(
-        write_gguf(tmp_path / "missing.gguf", changes={"llama.rope.freq_base": None})
-    )
+    missing = served(write_gguf(tmp_path / "missing.gguf", changes={"llama.rope.freq_base": None}))
     assert torch.equal(logits_after(given, prompt), logits_after(missing, prompt))
 
 

@@ -94,9 +94,7 @@ def gguf_name(name: str) -> str:
     return f"blk.{layer}.{_NAMES[rest]}"
 
 
-def _interleaved(
-    matrix: npt.NDArray[np.float32], heads: int
-) -> npt.NDArray[np.float32]:
+def _interleaved(matrix: npt.NDArray[np.float32], heads: int) -> npt.NDArray[np.float32]:
     """Rows in the order in which GGUF keeps queries and keys of Llama models."""
     rows, columns = matrix.shape
     halves = matrix.reshape(heads, 2, rows // heads // 2, columns)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -35,6 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return command(arguments[1:])
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # who reads the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
 
 
 def _command(name: str) -> Callable[[Sequence[str]], int] | None:

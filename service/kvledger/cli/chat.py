@@ -8,7 +8,15 @@ from collections.abc import Sequence
 
 import grpc
 
-from kvledger.cli.client import add_arguments, apply_arguments, explain, show, stream
+from kvledger.cli.client import (
+    add_arguments,
+    apply_arguments,
+    be_lenient,
+    explain,
+    readable,
+    show,
+    stream,
+)
 from kvledger.v1 import generation_pb2
 
 
@@ -21,16 +29,17 @@ def run(arguments: Sequence[str]) -> int:
     parser.add_argument("--system", help="instructions for the model")
     add_arguments(parser)
     options = parser.parse_args(list(arguments))
+    be_lenient()
     messages = []
     if options.system:
         messages.append(
-            generation_pb2.ChatMessage(role=generation_pb2.ROLE_SYSTEM, content=options.system)
+            generation_pb2.ChatMessage(
+                role=generation_pb2.ROLE_SYSTEM, content=readable(options.system)
+            )
         )
     while text := _line():
         messages.append(generation_pb2.ChatMessage(role=generation_pb2.ROLE_USER, content=text))
-        request = generation_pb2.GenerateRequest(
-            chat=generation_pb2.ChatPrompt(messages=messages)
-        )
+        request = generation_pb2.GenerateRequest(chat=generation_pb2.ChatPrompt(messages=messages))
         try:
             answer = show(
                 stream(options.server, apply_arguments(request, options)), options.receipt

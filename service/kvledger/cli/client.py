@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import grpc
 
@@ -21,11 +22,23 @@ _KEPT = {"\n", "\t", "\u200d"}  # the last joins emoji
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of every command that generates."""
     parser.add_argument("--server", default=DEFAULT_SERVER, help="host:port (%(default)s)")
-    parser.add_argument("--max-tokens", type=int, help="most tokens to generate")
+    parser.add_argument("--max-tokens", type=_whole(32), help="most tokens to generate")
     parser.add_argument("--temperature", type=float, help="0 is greedy, the default")
     parser.add_argument("--top-p", type=float, help="nucleus mass in (0, 1]")
-    parser.add_argument("--seed", type=int, help="same seed, same answer")
+    parser.add_argument("--seed", type=_whole(64), help="same seed, same answer")
     parser.add_argument("--receipt", action="store_true", help="show what the request cost")
+
+
+def _whole(bits: int) -> Callable[[str], int]:
+    """A reader of whole numbers that the contract's field of so many bits can hold."""
+
+    def read(text: str) -> int:
+        value = int(text)
+        if not 0 <= value < 1 << bits:
+            raise argparse.ArgumentTypeError(f"{text} is not from 0 to {(1 << bits) - 1}")
+        return value
+
+    return read
 
 
 def apply_arguments(
@@ -48,7 +61,8 @@ def stream(
 ) -> Iterator[generation_pb2.GenerateResponse]:
     """The responses of one Generate call; raises grpc.RpcError."""
     with grpc.insecure_channel(server) as channel:
-        yield from generation_pb2_grpc.GenerationServiceStub(channel).Generate(request)
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)  # type: ignore[no-untyped-call]
+        yield from stub.Generate(request)
 
 
 def show(responses: Iterator[generation_pb2.GenerateResponse], receipt: bool) -> str:
@@ -63,6 +77,18 @@ def show(responses: Iterator[generation_pb2.GenerateResponse], receipt: bool) ->
             if receipt:
                 print(summary(response.finished), file=sys.stderr)
     return "".join(parts)
+
+
+def be_lenient() -> None:
+    """Lets input hold bytes that are no UTF-8, and output characters that the terminal lacks."""
+    for terminal in (sys.stdin, sys.stdout):
+        if isinstance(terminal, io.TextIOWrapper):
+            terminal.reconfigure(errors="replace")
+
+
+def readable(text: str) -> str:
+    """An argument of the command line, with U+FFFD where its bytes are no UTF-8."""
+    return text.encode(errors="surrogateescape").decode(errors="replace")
 
 
 def printable(text: str) -> str:
@@ -85,7 +111,7 @@ def summary(finished: generation_pb2.Finished) -> str:
 
 def explain(error: grpc.RpcError, server: str) -> str:
     """One sentence for a person about a call that failed."""
-    code, details = error.code(), error.details()
+    code, details = error.code(), printable(error.details() or "")
     if code == grpc.StatusCode.UNAVAILABLE:
         return f"no server answers at {server} (kvledger serve --dev starts one): {details}"
-    return f"{code.name}: {printable(details or '')}"
+    return f"{code.name}: {details}"

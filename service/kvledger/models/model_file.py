@@ -68,7 +68,7 @@ class ModelFile:
     @property
     def fingerprint(self) -> str:
         """SHA-256 of the whole file, in hexadecimal."""
-        return hashlib.sha256(self._bytes).hexdigest()
+        return hashlib.sha256(self._bytes.data).hexdigest()
 
     def has(self, name: str) -> bool:
         """Whether the file has a tensor of that name."""

@@ -18,8 +18,8 @@ import numpy.typing as npt
 import torch
 
 from kvledger import _core
-from kvledger.models.model_file import StoredMatrix
 from kvledger.models.config import WeightsMode
+from kvledger.models.model_file import StoredMatrix
 from kvledger.ops.cpu import CpuOps
 
 

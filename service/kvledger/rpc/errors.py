@@ -25,6 +25,7 @@ from kvledger.errors import (
     RequestFailed,
     ServerDraining,
 )
+from kvledger.log import frames
 
 _log = structlog.get_logger(__name__)
 
@@ -73,10 +74,8 @@ def _request_info(error: RequestFailed) -> list[Message]:
     return [error_details_pb2.RequestInfo(request_id=error.request_id)]
 
 
-_TABLE: dict[type[Exception], _Row] = {
-    InvalidRequest: _Row(
-        grpc.StatusCode.INVALID_ARGUMENT, "FIELD_INVALID", _field_violations
-    ),
+_TABLE: dict[type, _Row] = {
+    InvalidRequest: _Row(grpc.StatusCode.INVALID_ARGUMENT, "FIELD_INVALID", _field_violations),
     ModelUnknown: _Row(grpc.StatusCode.NOT_FOUND, "MODEL_UNKNOWN"),
     QueueFull: _Row(
         grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -102,10 +101,16 @@ async def abort(
     context: grpc.aio.ServicerContext[Any, Any], error: Exception, metadata: Metadata = ()
 ) -> NoReturn:
     """Ends a call with the status of an exception, and the given trailing metadata."""
-    row = _TABLE.get(type(error))
+    row = _row_of(error)
     if row is None:
         incident = secrets.token_hex(8)
-        _log.error("unexpected_error", incident=incident, exc_info=error)
+        # The text of an exception that nobody thought of may quote the client.
+        _log.error(
+            "unexpected_error",
+            incident=incident,
+            error=type(error).__name__,
+            traceback=frames(error.__traceback__),
+        )
         error = RequestFailed(incident)
         row = _TABLE[RequestFailed]
     details = [error_details_pb2.ErrorInfo(reason=row.reason, domain=DOMAIN), *row.details(error)]
@@ -124,3 +129,8 @@ async def abort(
     metadata += (("grpc-status-details-bin", status.SerializeToString()),)
     await context.abort(row.code, str(error), trailing_metadata=metadata)
     raise AssertionError("abort() always raises")
+
+
+def _row_of(error: Exception) -> _Row | None:
+    """The row of an exception's class, or of the nearest class that it is derived from."""
+    return next((_TABLE[kind] for kind in type(error).__mro__ if kind in _TABLE), None)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from typing import TypeAlias
 
 import grpc
 
 from kvledger.admission import DEV_CALLER, Admission, Ticket
 from kvledger.engine import EndReason, Engine
-from kvledger.errors import ModelUnknown, QueueTimeout, RequestFailed
+from kvledger.errors import ModelUnknown, QueueTimeout, RequestFailed, ServerDraining
 from kvledger.limits import check_generate
 from kvledger.rpc.errors import Metadata, abort
 from kvledger.rpc.prompts import PromptEncoder
@@ -29,9 +30,9 @@ _FINISH_REASONS = {
     EndReason.CONTEXT: generation_pb2.FINISH_REASON_CONTEXT,
 }
 
-_Context = grpc.aio.ServicerContext[
-    generation_pb2.GenerateRequest, generation_pb2.GenerateResponse
-]
+_Context: TypeAlias = (
+    "grpc.aio.ServicerContext[generation_pb2.GenerateRequest, generation_pb2.GenerateResponse]"
+)
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
@@ -49,12 +50,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self, request: generation_pb2.GenerateRequest, context: _Context
     ) -> AsyncIterator[generation_pb2.GenerateResponse]:
         """Validates, admits, streams; the blocks come back however the call ends."""
-        ticket: Ticket | None = None
         stream: _Stream | None = None
         try:
             check_generate(request, self._model.tokenizer.vocabulary_size)
             if not self._model.answers_to(request.model):
                 raise ModelUnknown
+            output = OutputText(self._model.tokenizer, list(request.stop.sequences))
             prompt = await self._prompts.encode(request)
             ticket = self._admission.enter(
                 caller=DEV_CALLER,
@@ -64,17 +65,17 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 priority=request.priority,
                 ignore_eos=request.stop.ignore_eos,
             )
-            stream = _Stream(request, ticket, self._model, self._engine, self._admission)
+            stream = _Stream(request, ticket, output, self._model, self._engine, self._admission)
             async for response in stream.responses():
                 yield response
         except (asyncio.CancelledError, grpc.aio.AbortError):
             raise
         except Exception as error:
-            trailer = stream.receipt_trailer() if stream is not None else ()
+            trailer = await stream.settle() if stream is not None else ()
             await abort(context, error, trailer)
         finally:
-            if ticket is not None and (stream is None or not stream.ended):
-                self._engine.end(ticket.sequence, EndReason.CANCELLED)
+            if stream is not None:
+                stream.close()
 
 
 class _Stream:
@@ -84,6 +85,7 @@ class _Stream:
         self,
         request: generation_pb2.GenerateRequest,
         ticket: Ticket,
+        output: OutputText,
         model: ServedModel,
         engine: Engine,
         admission: Admission,
@@ -97,18 +99,24 @@ class _Stream:
         self._queue_timeout: float | None = None
         if request.HasField("queue_timeout"):
             self._queue_timeout = request.queue_timeout.ToTimedelta().total_seconds()
-        self._output = OutputText(model.tokenizer, list(request.stop.sequences))
+        self._output = output
         self._texts: list[str] = []
         self._token_ids: list[int] = []
+        self._expired = False
+        self._ended = False  # the last mail has come
         self._receipt: Receipt | None = None
 
-    @property
-    def ended(self) -> bool:
-        """Whether the core has given the blocks back."""
-        return self._receipt is not None
+    def close(self) -> None:
+        """Gives the blocks back if nobody has done so yet."""
+        if not self._ended:
+            self._engine.end(self._ticket.sequence, EndReason.CANCELLED)
 
-    def receipt_trailer(self) -> Metadata:
-        """Trailing metadata with the receipt, if there is one."""
+    async def settle(self) -> Metadata:
+        """Ends a request that failed: the receipt as trailing metadata, if there is one."""
+        if not self._ended:
+            self._engine.end(self._ticket.sequence, EndReason.FAILED)
+        while not self._ended:
+            await self._next()
         if self._receipt is None:
             return ()
         return ((RECEIPT_METADATA, self._receipt_message().SerializeToString()),)
@@ -123,23 +131,35 @@ class _Stream:
                 yield delta
             if mail.is_last:
                 break
-            mail = await self._ticket.mailbox.next()
-        self._receipt = mail.receipt
+            mail = await self._next()
         yield self._finished()
+
+    async def _next(self) -> Mail:
+        mail = await self._ticket.mailbox.next()
+        if mail.is_last:
+            self._ended = True
+            self._receipt = mail.receipt
+        return mail
 
     async def _admitted(self) -> Mail:
         """The first mail, within the request's own limit on waiting."""
+        if self._queue_timeout is None:
+            return await self._next()
+        # Not asyncio.wait_for: before Python 3.12 it may swallow the caller's cancellation.
         started = time.monotonic()
+        expiry = asyncio.get_running_loop().call_later(self._queue_timeout, self._expire)
         try:
-            return await asyncio.wait_for(self._ticket.mailbox.next(), self._queue_timeout)
-        except asyncio.TimeoutError:  # noqa: UP041  # another class before Python 3.11
-            self._engine.end(self._ticket.sequence, EndReason.CANCELLED)
-            while not (mail := await self._ticket.mailbox.next()).is_last:
-                pass
-            self._receipt = mail.receipt
-            raise QueueTimeout(
-                time.monotonic() - started, self._admission.retry_after
-            ) from None
+            mail = await self._next()
+        finally:
+            expiry.cancel()
+        if self._expired:
+            await self.settle()
+            raise QueueTimeout(time.monotonic() - started, self._admission.retry_after)
+        return mail
+
+    def _expire(self) -> None:
+        self._expired = True
+        self._engine.end(self._ticket.sequence, EndReason.CANCELLED)
 
     def _deltas(self, mail: Mail) -> list[generation_pb2.GenerateResponse]:
         """At most one delta: what of the mail's tokens may be shown now."""
@@ -173,9 +193,13 @@ class _Stream:
         )
 
     def _finished(self) -> generation_pb2.GenerateResponse:
-        receipt = self._receipt
-        reason = EndReason.STOP if self._output.stopped else receipt and receipt.end_reason
-        if receipt is None or reason not in _FINISH_REASONS:
+        if self._receipt is None:
+            raise RequestFailed(self._ticket.request_id)
+        reason = EndReason.STOP if self._output.stopped else self._receipt.end_reason
+        if reason == EndReason.CANCELLED:
+            # Nobody but a server that stops ends a request whose client still listens.
+            raise ServerDraining(self._admission.retry_after)
+        if reason not in _FINISH_REASONS:
             raise RequestFailed(self._ticket.request_id)
         sample = generation_pb2.Sample(finish_reason=_FINISH_REASONS[reason])
         if self._final_only:
@@ -201,5 +225,3 @@ class _Stream:
             self._model.kv_format,
             self._model.layout.block_bytes,
         )
-
-

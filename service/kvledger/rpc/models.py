@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import grpc
 
 from kvledger.errors import ModelUnknown
-from kvledger.limits import check_detokenize, check_tokenize
+from kvledger.limits import check_detokenize, check_text_fits, check_tokenize
 from kvledger.rpc.errors import abort
 from kvledger.rpc.prompts import PromptEncoder
 from kvledger.rpc.translation import model_message
@@ -16,7 +16,7 @@ from kvledger.served_model import ServedModel
 from kvledger.v1 import models_pb2, models_pb2_grpc
 
 _Response = TypeVar("_Response")
-_Context = grpc.aio.ServicerContext[Any, Any]
+_Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
 class ModelServicer(models_pb2_grpc.ModelServiceServicer):
@@ -65,6 +65,7 @@ class ModelServicer(models_pb2_grpc.ModelServiceServicer):
             check_detokenize(request, self._model.tokenizer.vocabulary_size)
             self._require(request.model)
             text = self._model.tokenizer.decode(list(request.token_ids), with_control_tokens=True)
+            check_text_fits(text)
             return models_pb2.DetokenizeResponse(text=text)
 
         return await _answered(context, answer)
@@ -74,9 +75,7 @@ class ModelServicer(models_pb2_grpc.ModelServiceServicer):
             raise ModelUnknown
 
 
-async def _answered(
-    context: _Context, answer: Callable[[], Awaitable[_Response]]
-) -> _Response:
+async def _answered(context: _Context, answer: Callable[[], Awaitable[_Response]]) -> _Response:
     """The answer, or the status of what it raised."""
     try:
         return await answer()

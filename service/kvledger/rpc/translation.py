@@ -10,10 +10,10 @@ from kvledger import _core
 from kvledger.sampling import SamplingParameters
 from kvledger.served_model import ServedModel
 from kvledger.streams import Receipt
-from kvledger.tokenizer import ChatMessage
+from kvledger.tokenizer import ChatMessage, Role
 from kvledger.v1 import generation_pb2, models_pb2
 
-_ROLES = {
+_ROLES: dict[int, Role] = {
     generation_pb2.ROLE_SYSTEM: "system",
     generation_pb2.ROLE_USER: "user",
     generation_pb2.ROLE_ASSISTANT: "assistant",

@@ -1,0 +1,116 @@
+"""Ten prompts whose greedy continuations in float32 are known, through the whole engine.
+
+With weights and KV in f32 the outputs must be the file's, in whatever company a prompt runs. With
+anything rounded, the first difference of each prompt is printed (pytest -rP shows it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from golden import (
+    ITEMS,
+    TIE,
+    Harness,
+    all_at_once,
+    among_cancelled_neighbours,
+    differences,
+    longest_first,
+    one_by_one,
+)
+
+from kvledger.engine import EndReason
+from kvledger.models.catalogue import CATALOGUE
+
+MODEL = CATALOGUE["smollm2-135m-instruct"]
+# Where a rounded model may choose another token; beyond it the difference would be a bug.
+ROUNDING_GAP = 0.5
+
+
+@pytest.fixture(autouse=True)
+def _model_is_there() -> None:
+    if not MODEL.is_fetched:
+        pytest.skip(f"{MODEL.name} is not fetched; kvledger models fetch does it")
+
+
+def check_identical(harness: Harness) -> None:
+    """Every output is the golden one; ties are counted and printed."""
+    found = differences(harness)
+    ties = [difference for difference in found if difference.gap < TIE]
+    print(f"{len(ITEMS) - len(found)} of {len(ITEMS)} identical, {len(ties)} ties")
+    assert [str(difference) for difference in found if difference.gap >= TIE] == []
+
+
+def exact(*arguments: str) -> Harness:
+    """An engine with weights and KV in f32."""
+    return Harness("--weights", "f32", "--kv-format", "f32", *arguments)
+
+
+@pytest.mark.parametrize(
+    "schedule", [one_by_one, all_at_once, among_cancelled_neighbours], ids=lambda s: s.__name__
+)
+def test_company_does_not_matter(schedule: Callable[[Harness], None]) -> None:
+    """A token that depended on neighbours would make answers irreproducible."""
+    with exact("--kv-blocks", "1200") as harness:
+        schedule(harness)
+    check_identical(harness)
+    cancelled = [
+        sequence
+        for sequence, outcome in harness.outcomes.items()
+        if outcome.end_reason == EndReason.CANCELLED
+    ]
+    assert bool(cancelled) == (schedule is among_cancelled_neighbours)
+
+
+@pytest.mark.parametrize("budget", [16, 64, 512])
+def test_chunks_do_not_matter(budget: int) -> None:
+    """A prompt cut into chunks must give what the whole prompt gives."""
+    with exact("--kv-blocks", "600", "--token-budget", str(budget)) as harness:
+        all_at_once(harness)
+    check_identical(harness)
+    longest = max(len(item["prompt_ids"]) for item in ITEMS)
+    assert longest > budget  # or nothing was cut
+
+
+def test_preemption_does_not_matter() -> None:
+    """A sequence that lost its blocks and was computed again must go on as before."""
+    with exact("--kv-blocks", "150") as harness:
+        longest_first(harness)
+    check_identical(harness)
+    preemptions = sum(outcome.preemptions for outcome in harness.outcomes.values())
+    print(f"{preemptions} preemptions")
+    assert preemptions > 0
+    assert any(outcome.recomputed_tokens for outcome in harness.outcomes.values())
+
+
+def test_stored_weights_are_the_model() -> None:
+    """Weights kept as the file stores them must not round anything."""
+    with Harness("--weights", "stored", "--kv-format", "f32", "--kv-blocks", "600") as harness:
+        all_at_once(harness)
+    check_identical(harness)
+
+
+@pytest.mark.parametrize(
+    ("weights", "kv_format"), [("bf16", "f32"), ("stored", "bf16"), ("bf16", "bf16")]
+)
+def test_rounding_changes_only_what_is_nearly_undecided(weights: str, kv_format: str) -> None:
+    """A rounded model that leaves the reference where that is sure of itself is a wrong one."""
+    arguments = ("--weights", weights, "--kv-format", kv_format, "--kv-blocks", "600")
+    with Harness(*arguments) as harness:
+        all_at_once(harness)
+    found = differences(harness)
+    print(f"weights {weights}, KV {kv_format}: {len(ITEMS) - len(found)} of {len(ITEMS)} identical")
+    for difference in found:
+        print(f"  {difference}")
+    assert [str(d) for d in found if d.gap > ROUNDING_GAP] == []
+
+
+def test_the_copy_is_the_file() -> None:
+    """A golden file that was edited here would prove nothing."""
+    original = Path(__file__).parents[2] / "../shared/golden/smollm2_greedy_fp32.json"
+    if not original.exists():
+        pytest.skip("the original golden file is not beside this checkout")
+    copy = Path(__file__).parent.parent / "data" / "smollm2_greedy_fp32.json"
+    assert copy.read_bytes() == original.read_bytes()

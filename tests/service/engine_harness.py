@@ -1,0 +1,149 @@
+"""The engine's loop over the real core and a scripted model, and everything that it published."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from scripted_model import END_OF_TEXT, PATIENCE, ScriptedModel
+
+from kvledger import _core
+from kvledger.engine import EndReason, Engine, Job, StepOutcome
+from kvledger.sampling import Sampler, SamplingParameters
+
+BLOCK_STATES = ("free", "reserved", "held", "cached", "releasing")
+
+
+def make_core(**changes: Any) -> _core.Engine:
+    """A small core engine."""
+    settings: dict[str, Any] = {
+        "blocks": 64,
+        "slots_per_block": 8,
+        "context_tokens": 256,
+        "token_budget": 32,
+        "sequences_max": 8,
+        "end_of_text": [END_OF_TEXT],
+        "now": time.monotonic_ns(),
+    }
+    return _core.Engine(**{**settings, **changes})
+
+
+class RecordingCore:
+    """A core that remembers, for each plan, who ended in it and how the blocks stood after it."""
+
+    def __init__(self, core: _core.Engine) -> None:
+        self.core = core
+        self.plans = 0
+        self.ended: list[tuple[int, int]] = []  # (plan, sequence) of every end that came in
+        self.receipts: dict[int, int] = {}  # sequence to the plan in or after which it ended
+        self.balances = dict.fromkeys(BLOCK_STATES, 0)
+        self.steps: list[tuple[int, int]] = []  # decode tokens and all tokens of each step
+        self.audits: list[str] = []
+
+    @property
+    def sequence_tokens_max(self) -> int:
+        return self.core.sequence_tokens_max
+
+    def plan(self, now: int, arrivals: Any, ids: Any, reasons: Any) -> Any:
+        self.plans += 1
+        self.ended += [(self.plans, int(sequence)) for sequence in ids]
+        plan, report = self.core.plan(now, arrivals, ids, reasons)
+        if plan.tokens:
+            self.steps.append((plan.decode_tokens, plan.tokens))
+        self._note(report)
+        return plan, report
+
+    def commit(self, *arguments: Any) -> Any:
+        report = self.core.commit(*arguments)
+        self._note(report)
+        return report
+
+    def abandon(self, *arguments: Any) -> Any:
+        report = self.core.abandon(*arguments)
+        self._note(report)
+        return report
+
+    def _note(self, report: _core.Report) -> None:
+        for receipt in report.receipts:
+            self.receipts[int(receipt["sequence"])] = self.plans
+        self.balances = dict(zip(BLOCK_STATES, report.balances.tolist(), strict=True))
+        if wrong := self.core.audit():
+            self.audits.append(wrong)
+
+
+class Harness:
+    """An engine of its own; `close` it."""
+
+    def __init__(self, **core_changes: Any) -> None:
+        self.core = RecordingCore(make_core(**core_changes))
+        self.model = ScriptedModel()
+        self.tokens: dict[int, list[int]] = defaultdict(list)
+        self.receipts: dict[int, list[Any]] = defaultdict(list)
+        self.admitted: dict[int, int] = defaultdict(int)
+        self.refused: list[int] = []
+        self.deaths = 0
+        self.publish_hook: Callable[[StepOutcome], None] = lambda outcome: None
+        self._changed = threading.Condition()
+        self.engine = Engine(
+            self.core,  # type: ignore[arg-type]
+            self.model,  # type: ignore[arg-type]
+            Sampler(core_changes.get("sequences_max", 8)),
+            self._publish,
+            self._died,
+        )
+
+    def submit(self, sequence: int, prompt: str | list[int] = "a", **changes: Any) -> None:
+        ids = list(prompt.encode()) if isinstance(prompt, str) else prompt
+        job: dict[str, Any] = {
+            "tenant": 0,
+            "prompt": np.array(ids, np.int32),
+            "arrived_at": time.monotonic_ns(),
+            "max_tokens": 4,
+            "sampling": SamplingParameters(),
+        }
+        self.engine.submit(Job(sequence=sequence, **{**job, **changes}))
+
+    def wait(self, until: Callable[[], object]) -> None:
+        """Waits until something published makes it true."""
+        with self._changed:
+            assert self._changed.wait_for(until, PATIENCE), "it did not come"
+
+    def receipt(self, sequence: int) -> Any:
+        """The one receipt of a sequence, once it is there."""
+        self.wait(lambda: self.receipts[sequence])
+        (receipt,) = self.receipts[sequence]
+        return receipt
+
+    def reason(self, sequence: int) -> EndReason:
+        return EndReason(int(self.receipt(sequence)["end_reason"]))
+
+    def close(self) -> None:
+        self.engine.stop(PATIENCE)
+
+    def require_all_free(self) -> None:
+        """Every block is back and the books are right."""
+        assert self.core.audits == []
+        others = {state: count for state, count in self.core.balances.items() if count}
+        assert set(others) == {"free"}, others
+
+    def _publish(self, outcome: StepOutcome) -> None:
+        report = outcome.report
+        with self._changed:
+            for admission in report.admissions:
+                self.admitted[int(admission["sequence"])] += 1
+            for sequence, token, _ in report.tokens.tolist():
+                self.tokens[sequence].append(token)
+            for receipt in report.receipts:
+                self.receipts[int(receipt["sequence"])].append(receipt)
+            self.refused += [int(refusal["sequence"]) for refusal in report.refusals]
+            self._changed.notify_all()
+        self.publish_hook(outcome)
+
+    def _died(self) -> None:
+        with self._changed:
+            self.deaths += 1
+            self._changed.notify_all()
