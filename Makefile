@@ -5,7 +5,7 @@ BIN := .venv/bin
 ARGS ?=
 JOBS ?= $(shell nproc)
 
-.PHONY: help serve test check sanitize soak bench clean
+.PHONY: help serve test check sanitize soak clean
 
 help:
 	@echo "make serve     build, fetch the default model, serve on 127.0.0.1:50051"

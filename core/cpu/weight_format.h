@@ -3,13 +3,15 @@
 // Outputs are packed in tiles of 32. Within a tile the same input of all outputs lies side by
 // side, so one vector register holds 16 outputs and an input is broadcast to all of them:
 //
-//   f32    [input][32]                              the weight itself
-//   bf16   [input / 2][32] dwords                   two inputs each, the even one in the low half
+//   f32    [input][32]                          the weight itself
+//   bf16   [input / 2][32] dwords               two inputs each, the even one in the low half
 //   f16    [input][32] halves
-//   q8_0   for each 32 inputs: [32] f16 d,           [8][32] dwords of 4 signed bytes:  w = d q
-//   q4_0   for each 32 inputs: [32] f16 d,           [4][32] dwords of 8 nibbles:       w = d (q -
-//   8) q4_1   for each 32 inputs: [32] f16 d, [32] f16 m, [4][32] dwords of 8 nibbles:     w = d q
-//   + m
+//
+// and for each 32 inputs
+//
+//   q8_0   [32] f16 d, [8][32] dwords of 4 signed bytes           w = d q
+//   q4_0   [32] f16 d, [4][32] dwords of 8 nibbles                w = d (q - 8)
+//   q4_1   [32] f16 d, [32] f16 m, [4][32] dwords of 8 nibbles    w = d q + m
 //
 // The quantized formats are those of GGUF with their numbers rearranged, not rounded again. Every
 // kernel turns them into the same floats that dequantizing them first would give, and multiplies

@@ -70,6 +70,7 @@ def load(settings: Settings, say: Callable[[str], None] = lambda line: None) -> 
         block_tokens=settings.block_tokens,
     )
     blocks = pool_blocks(settings, layout, config.context_tokens, memory_available())
+    say(f"taking {blocks * layout.block_bytes / 1e9:.2f} GB of memory for {blocks} KV blocks")
     try:
         memory = _core.KvMemory(layout, settings.kv_format, blocks)
     except MemoryError:

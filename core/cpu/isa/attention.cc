@@ -44,20 +44,35 @@ struct Keys;
 
 template <>
 struct Keys<float> {
-  KVL_INLINE void load_pair(const Tile& tile, int pair, bool whole, F32& even, F32& odd) {
-    const float* p = reinterpret_cast<const float*>(tile.keys) + int64_t{2} * pair * tile.stride;
-    even = whole ? load(p) : load_first(p, tile.count);
-    odd = whole ? load(p + tile.stride) : load_first(p + tile.stride, tile.count);
+  const float* p;
+
+  KVL_INLINE Keys at(const Tile& tile, int pair) {
+    return {reinterpret_cast<const float*>(tile.keys) + int64_t{2} * pair * tile.stride};
+  }
+  template <bool kWhole>
+  KVL_INLINE F32 even(Keys keys, const Tile& tile) {
+    return kWhole ? load(keys.p) : load_first(keys.p, tile.count);
+  }
+  template <bool kWhole>
+  KVL_INLINE F32 odd(Keys keys, const Tile& tile) {
+    return even<kWhole>({keys.p + tile.stride}, tile);
   }
 };
 
 template <>
 struct Keys<uint16_t> {
-  KVL_INLINE void load_pair(const Tile& tile, int pair, bool whole, F32& even, F32& odd) {
-    const uint32_t* p = reinterpret_cast<const uint32_t*>(tile.keys) + int64_t{pair} * tile.stride;
-    const U32 both = whole ? load(p) : load_first(p, tile.count);
-    even = bf16_low(both);
-    odd = bf16_high(both);
+  const uint32_t* p;
+
+  KVL_INLINE Keys at(const Tile& tile, int pair) {
+    return {reinterpret_cast<const uint32_t*>(tile.keys) + int64_t{pair} * tile.stride};
+  }
+  template <bool kWhole>
+  KVL_INLINE F32 even(Keys keys, const Tile& tile) {
+    return bf16_low(kWhole ? load(keys.p) : load_first(keys.p, tile.count));
+  }
+  template <bool kWhole>
+  KVL_INLINE F32 odd(Keys keys, const Tile& tile) {
+    return bf16_high(kWhole ? load(again(keys.p)) : load_first(again(keys.p), tile.count));
   }
 };
 
@@ -91,13 +106,15 @@ KVL_INLINE void scores(const Tile& tile, const float* queries, int head_dim, F32
     if (sizeof(Element) == 4) {
       prefetch(tile.next_keys + pair * pair_bytes + kCacheLine);
     }
-    F32 even;
-    F32 odd;
-    Keys<Element>::load_pair(tile, pair, kWhole, even, odd);
+    const Keys<Element> keys = Keys<Element>::at(tile, pair);
+    const float* q = queries + int64_t{2} * pair;
+    const F32 even = Keys<Element>::template even<kWhole>(keys, tile);
     for (int r = 0; r < kRows; ++r) {
-      const float* q = queries + int64_t{r} * head_dim + 2 * pair;
-      even_sum[r] = fma(splat(q[0]), even, even_sum[r]);
-      odd_sum[r] = fma(splat(q[1]), odd, odd_sum[r]);
+      even_sum[r] = fma(splat(q[int64_t{r} * head_dim]), even, even_sum[r]);
+    }
+    const F32 odd = Keys<Element>::template odd<kWhole>(keys, tile);
+    for (int r = 0; r < kRows; ++r) {
+      odd_sum[r] = fma(splat(q[int64_t{r} * head_dim + 1]), odd, odd_sum[r]);
     }
   }
   for (int r = 0; r < kRows; ++r) {
@@ -145,14 +162,11 @@ KVL_INLINE void add_values(const Element* values, const Element* next, int count
     for (int j = 0; j < kVectors * kTile; j += kCacheLine / static_cast<int>(sizeof(Element))) {
       prefetch(next + int64_t{k} * head_dim + j);
     }
-    F32 value[kVectors];
     for (int j = 0; j < kVectors; ++j) {
-      value[j] = load_values(values + int64_t{k} * head_dim + j * kTile);
-    }
-    for (int r = 0; r < kRows; ++r) {
-      const F32 weight = splat(weights[r][k]);
-      for (int j = 0; j < kVectors; ++j) {
-        total[r][j] = fma(weight, value[j], total[r][j]);
+      const F32 value = load_values(values + int64_t{k} * head_dim + j * kTile);
+      const float* weight = again(&weights[0][k]);
+      for (int r = 0; r < kRows; ++r) {
+        total[r][j] = fma(splat(weight[r * kTile]), value, total[r][j]);
       }
     }
   }

@@ -48,6 +48,16 @@ struct Count<0, kNumbers...> {
   using Type = Numbers<kNumbers...>;
 };
 
+// The same pointer, but where registers are few the compiler does not know that it is the same: it
+// loads again what the pointer leads to, and keeps in registers what is added to.
+template <class T>
+KVL_INLINE const T* again(const T* p) {
+  if (kFewRegisters) {
+    __asm__("" : "+r"(p));
+  }
+  return p;
+}
+
 // e^x for every lane, within 2 units in the last place; x below -87.3 gives a value below 1.3e-38,
 // above 88.3 one above 2e38. Range reduction by ln 2 in two parts and a polynomial of degree 6
 // (the Taylor coefficients: on [-ln2/2, ln2/2] their error is below 2^-26).

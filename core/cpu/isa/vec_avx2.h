@@ -8,6 +8,7 @@ namespace kvledger::cpu::KVL_ISA {
 
 constexpr int kRowsMax = 4;
 constexpr int kWeightVectors = 1;
+constexpr bool kFewRegisters = true;
 
 struct F32 {
   __m256 a, b;

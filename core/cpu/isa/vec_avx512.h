@@ -9,6 +9,7 @@ namespace kvledger::cpu::KVL_ISA {
 // Query rows whose partial results a kernel keeps in registers at once, and vectors of weights.
 constexpr int kRowsMax = 12;
 constexpr int kWeightVectors = 2;
+constexpr bool kFewRegisters = false;
 
 struct F32 {
   __m512 v;

@@ -6,6 +6,7 @@ namespace kvledger::cpu::KVL_ISA {
 
 constexpr int kRowsMax = 4;
 constexpr int kWeightVectors = 1;
+constexpr bool kFewRegisters = false;
 
 // Vector types of the compiler (GCC and Clang), wider than any register of the target: the compiler
 // splits them.
