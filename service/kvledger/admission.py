@@ -140,7 +140,7 @@ class Admission:
         self._last_finish = now
         entry = self._entries.pop(sequence)
         if receipt is None:
-            _log.error("request_refused_by_core", request_id=entry.request_id)
+            _log.error("request_without_receipt", request_id=entry.request_id)
             return
         write = _log.warning if receipt.end_reason == EndReason.FAILED else _log.info
         write(

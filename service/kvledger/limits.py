@@ -186,5 +186,5 @@ def _counted(field: str, limit_name: str, value: float) -> Iterator[FieldViolati
     elif not limit.least <= value <= limit.most:
         unit = f" {limit.unit}" if limit.unit else ""
         yield FieldViolation(
-            field, f"{value:g}{unit}, allowed are {limit.least:g} to {limit.most:.10g}"
+            field, f"{value:.15g}{unit}, allowed are {limit.least:.15g} to {limit.most:.15g}"
         )

@@ -17,33 +17,39 @@ from typing import Literal, TextIO
 
 import structlog
 
+from kvledger import errors
+
 LogFormat = Literal["auto", "json", "console"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 
+def quiet_grpc() -> None:
+    """Keeps the lines of gRPC's C core away: they have no format, and quote clients.
+
+    It reads this when it starts. Who wants the lines sets GRPC_VERBOSITY.
+    """
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+
 def configure(format: LogFormat = "auto", level: LogLevel = "info") -> None:
     """Sends log lines to standard error: `auto` is for a console if that is one, else JSON."""
-    # The lines of gRPC's C core are in no format, and quote clients; it reads this when it starts.
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    console = format == "console" or (format == "auto" and sys.stderr.isatty())
+    terminal = _is_terminal(sys.stderr)
+    quiet_grpc()
+    console = format == "console" or (format == "auto" and terminal)
     processors: list[structlog.types.Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
+        _without_text,
     ]
     if console:
+        processors.append(_traceback_last)
         processors.append(
             structlog.dev.ConsoleRenderer(
-                exception_formatter=structlog.dev.plain_traceback,
-                colors=sys.stderr.isatty(),
+                exception_formatter=structlog.dev.plain_traceback, colors=terminal
             )
         )
     else:
-        processors.append(
-            structlog.processors.ExceptionRenderer(
-                structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
-            )
-        )
         processors.append(structlog.processors.JSONRenderer())
     structlog.configure(
         processors=processors,
@@ -59,19 +65,58 @@ def frames(trace: TracebackType | None) -> str:
     return "".join(traceback.format_tb(trace))
 
 
+def _without_text(
+    logger: object, method: str, event: structlog.types.EventDict
+) -> structlog.types.EventDict:
+    """Puts the kind and the place of an exception where structlog would put all of it.
+
+    Its text is told only if it is one of `kvledger.errors`, which quote no client.
+    """
+    del logger, method
+    error = event.pop("exc_info", None)
+    if error and not isinstance(error, BaseException):
+        error = error[1] if isinstance(error, tuple) else sys.exc_info()[1]
+    if isinstance(error, BaseException):
+        event["error"] = type(error).__name__
+        event["traceback"] = frames(error.__traceback__)
+        if type(error).__module__ == errors.__name__:
+            event["reason"] = str(error)
+    return event
+
+
+def _traceback_last(
+    logger: object, method: str, event: structlog.types.EventDict
+) -> structlog.types.EventDict:
+    """A traceback under the line, as people read it, and not in it."""
+    del logger, method
+    if trace := event.pop("traceback", None):
+        event["exception"] = trace.rstrip("\n")
+    return event
+
+
+def _is_terminal(stream: TextIO | None) -> bool:
+    """Whether somebody reads there; a process may have been started without the stream."""
+    try:
+        return stream is not None and stream.isatty()
+    except ValueError:  # it was closed
+        return False
+
+
 class _Lines:
     """A stream whose reader may have gone: the server does not end for want of a log."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO | None) -> None:
         self._stream = stream
 
     def write(self, text: str) -> None:
         with contextlib.suppress(OSError, ValueError):  # ValueError: it was closed
-            self._stream.write(text)
+            if self._stream is not None:
+                self._stream.write(text)
 
     def flush(self) -> None:
         with contextlib.suppress(OSError, ValueError):
-            self._stream.flush()
+            if self._stream is not None:
+                self._stream.flush()
 
 
 class _Libraries(logging.Handler):

@@ -7,6 +7,7 @@ a server that does not start.
 from __future__ import annotations
 
 import difflib
+import ipaddress
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -29,6 +30,7 @@ from kvledger.models.config import WeightsMode
 
 _ENVIRONMENT = "KVLEDGER_"
 _PORT = re.compile("[0-9]{1,5}")
+_HOST = re.compile(r"[^\s\[\]/:]+")
 # Variables with the prefix that are no settings: what the build and the tests read.
 _OTHER_VARIABLES = frozenset({"KVLEDGER_CUDA", "KVLEDGER_TEST_MODEL", "KVLEDGER_BUILD_TYPE"})
 
@@ -101,7 +103,7 @@ class Settings(BaseSettings):
     )
     heartbeat_timeout: float = Field(
         5.0,
-        gt=0.0,
+        ge=1.0,
         le=600.0,
         description="seconds without progress after which health says NOT_SERVING",
     )
@@ -160,8 +162,15 @@ class _TomlSource(TomlConfigSettingsSource):
         super().__init__(settings_cls, Path(path) if path else None)
 
     def _read_file(self, file_path: Any) -> dict[str, Any]:
-        values = super()._read_file(file_path)
-        return {key.replace("-", "_"): value for key, value in values.items()}
+        values: dict[str, Any] = {}
+        for key, value in super()._read_file(file_path).items():
+            name = key.replace("-", "_")
+            if name in values:
+                raise ValueError(f"{name} is given twice, once with - and once with _")
+            if name == "config":
+                raise ValueError("config is no setting of a file: it would name another one")
+            values[name] = value
+        return values
 
 
 def load_settings(
@@ -176,9 +185,9 @@ def load_settings(
     environment = os.environ if environment is None else environment
     given = _environment_values(environment)
     path = _config_path(arguments, environment)
-    if path is not None and not path.is_file():
-        raise SettingRefused(f"--config {path}: there is no such file")
     try:
+        if path is not None and not path.is_file():
+            raise SettingRefused(f"--config {path}: there is no such file")
         given["config"] = path
         settings = Settings(
             _cli_settings_source=CliSettingsSource(  # type: ignore[call-arg]
@@ -188,9 +197,11 @@ def load_settings(
         )
     except SettingsError as error:  # of the command line's parser
         reason = str(error).removeprefix("error parsing CLI: ")
-        raise SettingRefused(f"{reason}; see {command} --help") from None
+        raise SettingRefused(f"{reason}{_near_option(reason)}; see {command} --help") from None
     except ValidationError as error:
         raise SettingRefused(_sentence(error)) from None
+    except OSError as error:
+        raise SettingRefused(f"--config {path}: {error.strerror or error}") from None
     except ValueError as error:  # of the TOML reader: it names line and column
         raise SettingRefused(f"--config {path}: {error}") from None
     _check(settings)
@@ -205,7 +216,7 @@ def _config_path(arguments: Sequence[str], environment: Mapping[str, str]) -> Pa
             named = arguments[index + 1]
         elif argument.startswith("--config="):
             named = argument.removeprefix("--config=")
-    return Path(named) if named else None
+    return Path(named) if named is not None else None
 
 
 def _environment_values(environment: Mapping[str, str]) -> dict[str, Any]:
@@ -221,6 +232,16 @@ def _environment_values(environment: Mapping[str, str]) -> dict[str, Any]:
             hint = f"; did you mean {near[0]}?" if near else ""
             raise SettingRefused(f"the environment variable {variable} is no setting{hint}")
     return values
+
+
+def _near_option(reason: str) -> str:
+    """A hint at what an argument that the parser does not know was meant to be."""
+    options = [f"--{name.replace('_', '-')}" for name in Settings.model_fields]
+    for argument in reason.split() if reason.startswith("unrecognized") else ():
+        near = difflib.get_close_matches(argument.partition("=")[0], options, n=1)
+        if near:
+            return f"; did you mean {near[0]}?"
+    return ""
 
 
 def _sentence(error: ValidationError) -> str:
@@ -256,3 +277,12 @@ def _check(settings: Settings) -> None:
             f"--listen: {settings.listen!r} is not host:port; an IPv6 address stands in brackets, "
             f"as in [::1]:50051"
         )
+    if not (_HOST.fullmatch(host) or _is_ipv6(host.removeprefix("[").removesuffix("]"))):
+        raise SettingRefused(f"--listen: {settings.listen!r} names no host that can be")
+
+
+def _is_ipv6(host: str) -> bool:
+    try:
+        return isinstance(ipaddress.ip_address(host), ipaddress.IPv6Address)
+    except ValueError:
+        return False

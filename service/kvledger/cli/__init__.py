@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from kvledger import __version__
+from kvledger.log import quiet_grpc
 
 _USAGE = """\
 kvledger {version}: streams tokens of a language model and keeps the books of their KV memory.
@@ -21,7 +22,19 @@ kvledger {version}: streams tokens of a language model and keeps the books of th
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command that the first argument names; returns the exit status."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    quiet_grpc()
+    try:
+        status = _run(list(sys.argv[1:] if arguments is None else arguments))
+        print(end="", flush=True)  # a reader who has gone shows itself here, not at the exit
+        return status
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # who reads the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _run(arguments: Sequence[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(_USAGE.format(version=__version__), end="")
         return 0
@@ -32,13 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if command is None:
         print(f"kvledger: no command {arguments[0]!r}; see kvledger --help", file=sys.stderr)
         return 2
-    try:
-        return command(arguments[1:])
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:  # who reads the output has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+    return command(arguments[1:])
 
 
 def _command(name: str) -> Callable[[Sequence[str]], int] | None:

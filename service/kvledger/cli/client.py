@@ -14,6 +14,9 @@ from kvledger.v1 import generation_pb2, generation_pb2_grpc
 
 DEFAULT_SERVER = "127.0.0.1:50051"
 
+# Metadata of every refusal that a server of ours sends.
+_DETAILS = "grpc-status-details-bin"
+
 # Categories of characters that could move the cursor, change colours or reorder text.
 _CONTROL = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 _KEPT = {"\n", "\t", "\u200d"}  # the last joins emoji
@@ -21,7 +24,9 @@ _KEPT = {"\n", "\t", "\u200d"}  # the last joins emoji
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of every command that generates."""
-    parser.add_argument("--server", default=DEFAULT_SERVER, help="host:port (%(default)s)")
+    parser.add_argument(
+        "--server", type=readable, default=DEFAULT_SERVER, help="host:port (%(default)s)"
+    )
     parser.add_argument("--max-tokens", type=_whole(32), help="most tokens to generate")
     parser.add_argument("--temperature", type=float, help="0 is greedy, the default")
     parser.add_argument("--top-p", type=float, help="nucleus mass in (0, 1]")
@@ -112,6 +117,7 @@ def summary(finished: generation_pb2.Finished) -> str:
 def explain(error: grpc.RpcError, server: str) -> str:
     """One sentence for a person about a call that failed."""
     code, details = error.code(), printable(error.details() or "")
-    if code == grpc.StatusCode.UNAVAILABLE:
+    answered = any(key == _DETAILS for key, _ in error.trailing_metadata() or ())
+    if code == grpc.StatusCode.UNAVAILABLE and not answered:
         return f"no server answers at {server} (kvledger serve --dev starts one): {details}"
     return f"{code.name}: {details}"

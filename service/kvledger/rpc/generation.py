@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from typing import TypeAlias
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any, TypeAlias, TypeVar
 
 import grpc
 
@@ -23,6 +23,10 @@ from kvledger.v1 import generation_pb2, generation_pb2_grpc
 
 # Trailing metadata that carries the receipt of a request that failed.
 RECEIPT_METADATA = "kvledger-receipt-bin"
+# Longest wait for the receipt of a request that failed, in seconds.
+_RECEIPT_SECONDS = 1.0
+
+_Result = TypeVar("_Result")
 
 _FINISH_REASONS = {
     EndReason.STOP: generation_pb2.FINISH_REASON_STOP,
@@ -102,7 +106,6 @@ class _Stream:
         self._output = output
         self._texts: list[str] = []
         self._token_ids: list[int] = []
-        self._expired = False
         self._ended = False  # the last mail has come
         self._receipt: Receipt | None = None
 
@@ -115,8 +118,9 @@ class _Stream:
         """Ends a request that failed: the receipt as trailing metadata, if there is one."""
         if not self._ended:
             self._engine.end(self._ticket.sequence, EndReason.FAILED)
-        while not self._ended:
-            await self._next()
+            # The receipt comes after the step that runs. A step that takes long, or hangs, must
+            # not keep the caller from its status.
+            await self._within(_RECEIPT_SECONDS, self._until_ended())
         if self._receipt is None:
             return ()
         return ((RECEIPT_METADATA, self._receipt_message().SerializeToString()),)
@@ -145,21 +149,29 @@ class _Stream:
         """The first mail, within the request's own limit on waiting."""
         if self._queue_timeout is None:
             return await self._next()
-        # Not asyncio.wait_for: before Python 3.12 it may swallow the caller's cancellation.
         started = time.monotonic()
-        expiry = asyncio.get_running_loop().call_later(self._queue_timeout, self._expire)
-        try:
-            mail = await self._next()
-        finally:
-            expiry.cancel()
-        if self._expired:
-            await self.settle()
+        mail = await self._within(self._queue_timeout, self._next())
+        if mail is None:
+            self._engine.end(self._ticket.sequence, EndReason.CANCELLED)
             raise QueueTimeout(time.monotonic() - started, self._admission.retry_after)
         return mail
 
-    def _expire(self) -> None:
-        self._expired = True
-        self._engine.end(self._ticket.sequence, EndReason.CANCELLED)
+    async def _until_ended(self) -> None:
+        while not self._ended:
+            await self._next()
+
+    @staticmethod
+    async def _within(seconds: float, work: Coroutine[Any, Any, _Result]) -> _Result | None:
+        """The result, or None if it takes longer.
+
+        Not asyncio.wait_for: before Python 3.12 it may swallow the caller's cancellation.
+        """
+        task = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait((task,), timeout=seconds)
+            return task.result() if task.done() else None
+        finally:
+            task.cancel()
 
     def _deltas(self, mail: Mail) -> list[generation_pb2.GenerateResponse]:
         """At most one delta: what of the mail's tokens may be shown now."""

@@ -15,7 +15,7 @@ from kvledger.rpc.translation import chat_messages
 from kvledger.tokenizer import Tokenizer
 from kvledger.v1 import generation_pb2, models_pb2
 
-# Prompts shorter than this, in bytes, are encoded faster than a thread could be asked to.
+# Prompts shorter than this, in characters, are encoded faster than a thread could be asked to.
 _SHORT = 512
 # What a caller is told to wait when too many prompts wait for the thread, in seconds.
 _RETRY_SECONDS = 1.0

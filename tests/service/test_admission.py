@@ -1,0 +1,309 @@
+"""The door: who enters, who is refused and told when to come back, and what the log says."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from structlog.testing import CapturingLogger
+from test_streams import outcome
+
+from kvledger import admission
+from kvledger.admission import DEV_CALLER, Admission, Caller, Ticket
+from kvledger.engine import EndReason, Job
+from kvledger.errors import InvalidRequest, QueueFull, ServerDraining
+from kvledger.sampling import SamplingParameters
+
+CONTEXT = 100
+
+
+class FakeEngine:
+    """Remembers what it was asked."""
+
+    def __init__(self, sequence_tokens_max: int = CONTEXT) -> None:
+        self.sequence_tokens_max = sequence_tokens_max
+        self.jobs: list[Job] = []
+        self.ends: list[tuple[int, EndReason]] = []
+
+    def submit(self, job: Job) -> None:
+        self.jobs.append(job)
+
+    def end(self, sequence: int, reason: EndReason) -> None:
+        self.ends.append((sequence, reason))
+
+
+class Clock:
+    """Time that goes when it is told to."""
+
+    def __init__(self) -> None:
+        self.seconds = 1000.0
+
+    def monotonic(self) -> float:
+        return self.seconds
+
+    def monotonic_ns(self) -> int:
+        return round(self.seconds * 1e9)
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(admission, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def logger(monkeypatch: pytest.MonkeyPatch) -> CapturingLogger:
+    logger = CapturingLogger()
+    monkeypatch.setattr(admission, "_log", logger)
+    return logger
+
+
+@pytest.fixture
+def door(engine: FakeEngine, clock: Clock, logger: CapturingLogger) -> Admission:
+    """A door with two places in its queue."""
+    del clock, logger
+    return Admission(engine, CONTEXT, queued_max=2)  # type: ignore[arg-type]
+
+
+def enter(door: Admission, tokens: int = 10, max_tokens: int | None = 5) -> Ticket:
+    """A request with a prompt of so many tokens."""
+    return door.enter(
+        caller=DEV_CALLER,
+        prompt=np.arange(tokens, dtype=np.int32),
+        max_tokens=max_tokens,
+        sampling=SamplingParameters(temperature=0.5, seed=7),
+        priority=-3,
+        ignore_eos=True,
+    )
+
+
+def admit(door: Admission, *tickets: Ticket) -> None:
+    door.streams.deliver(outcome(admissions=[(t.sequence, 0, 0) for t in tickets]))
+
+
+def finish(door: Admission, ticket: Ticket, reason: EndReason = EndReason.STOP) -> None:
+    door.streams.deliver(outcome(receipts=[(ticket.sequence, reason)]))
+
+
+def test_what_enters_reaches_the_engine_as_it_was_asked(
+    door: Admission, engine: FakeEngine, clock: Clock
+) -> None:
+    """A request would run for another tenant, with another's parameters, or late."""
+    ticket = door.enter(
+        caller=Caller(tenant=4, name="four"),
+        prompt=np.array([5, 6], dtype=np.int32),
+        max_tokens=9,
+        sampling=SamplingParameters(temperature=0.5, seed=7),
+        priority=-3,
+        ignore_eos=True,
+    )
+    (job,) = engine.jobs
+    assert (job.sequence, job.tenant, job.max_tokens) == (ticket.sequence, 4, 9)
+    assert job.prompt.tolist() == [5, 6]
+    assert job.sampling == SamplingParameters(temperature=0.5, seed=7)
+    assert (job.priority, job.ignore_eos) == (-3, True)
+    assert job.arrived_at == clock.monotonic_ns()
+    assert ticket.prompt_tokens == 2
+
+
+def test_sequences_and_ids_are_never_used_twice(door: Admission) -> None:
+    """Two requests would share a mailbox or a receipt."""
+    tickets = []
+    for _ in range(50):
+        tickets.append(enter(door))
+        finish(door, tickets[-1])
+    assert len({ticket.sequence for ticket in tickets}) == 50
+    assert len({ticket.request_id for ticket in tickets}) == 50
+
+
+@pytest.mark.parametrize(
+    ("prompt", "asked", "given"),
+    [
+        (10, None, 91),
+        (10, 1, 1),
+        (10, 89, 89),
+        (10, 90, 90),
+        (10, 91, 91),
+        (10, 2**31 - 1, 91),
+        (99, None, 2),
+        (99, 1, 1),
+    ],
+)
+def test_asking_for_more_than_there_is_ends_with_context(
+    door: Admission, engine: FakeEngine, prompt: int, asked: int | None, given: int
+) -> None:
+    """What fits exactly would end with CONTEXT, or what does not with LENGTH."""
+    enter(door, prompt, asked)
+    assert engine.jobs[0].max_tokens == given
+
+
+@pytest.mark.parametrize("tokens", [0, 100, 101, 5000])
+def test_what_can_never_fit_is_refused_at_once(
+    door: Admission, engine: FakeEngine, tokens: int
+) -> None:
+    """It would wait for ever at the head of the queue."""
+    with pytest.raises(InvalidRequest, match="prompt"):
+        enter(door, tokens)
+    assert engine.jobs == []
+    assert door.streams.open_count == 0
+    assert not door.open_requests
+
+
+def test_a_small_pool_is_named_as_the_limit(clock: Clock, logger: CapturingLogger) -> None:
+    """The client would be told that the model is too small, and ask for another."""
+    door = Admission(FakeEngine(40), CONTEXT, queued_max=2)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match=r"at most 39 .* the whole KV pool"):
+        enter(door, 40)
+    enter(door, 39)
+
+
+def test_one_more_than_may_wait_is_refused(door: Admission, engine: FakeEngine) -> None:
+    """The queue would grow without an end, or be full while requests only run."""
+    first, second = enter(door), enter(door)
+    with pytest.raises(QueueFull) as refused:
+        enter(door)
+    assert refused.value.queued == 2
+    assert len(engine.jobs) == 2
+    assert door.streams.open_count == 2
+    admit(door, first)
+    third = enter(door)
+    admit(door, second, third)
+    enter(door)
+    enter(door)
+    with pytest.raises(QueueFull):
+        enter(door)
+
+
+def test_who_gave_up_waiting_frees_their_place(door: Admission) -> None:
+    """Cancelled requests would fill the queue for good."""
+    for _ in range(10):
+        finish(door, enter(door), EndReason.CANCELLED)
+    enter(door)
+    enter(door)
+
+
+def test_a_request_that_can_never_fit_is_told_so_even_if_the_queue_is_full(
+    door: Admission,
+) -> None:
+    """The client would come back again and again with what can never be served."""
+    enter(door)
+    enter(door)
+    with pytest.raises(InvalidRequest):
+        enter(door, 100)
+
+
+def test_a_draining_server_takes_nothing_new(door: Admission, engine: FakeEngine) -> None:
+    """A server that should stop would go on for as long as clients come."""
+    ticket = enter(door)
+    door.drain()
+    with pytest.raises(ServerDraining) as refused:
+        enter(door)
+    assert refused.value.retry_after_seconds > 0
+    assert len(engine.jobs) == 1
+    finish(door, ticket)
+    assert not door.open_requests
+
+
+def test_ending_all_cancels_what_is_open(door: Admission, engine: FakeEngine) -> None:
+    """A request would outlive the server's last moment without a receipt."""
+    finish(door, enter(door))
+    first, second = enter(door), enter(door)
+    door.end_all()
+    assert engine.ends == [
+        (first.sequence, EndReason.CANCELLED),
+        (second.sequence, EndReason.CANCELLED),
+    ]
+
+
+def test_the_advice_follows_how_fast_places_become_free(door: Admission, clock: Clock) -> None:
+    """Refused clients would come back too early, in vain, or much too late."""
+    for seconds in (2.0, 0.5):
+        tickets = []
+        for _ in range(60):
+            tickets.append(enter(door))
+            admit(door, tickets[-1])
+        for ticket in tickets:
+            clock.seconds += seconds
+            finish(door, ticket)
+        assert door.retry_after == pytest.approx(seconds, rel=0.01)
+
+
+@pytest.mark.parametrize(("seconds", "advice"), [(0.0, 0.1), (1e-6, 0.1), (1e6, 30.0)])
+def test_the_advice_stays_within_bounds(
+    door: Admission, clock: Clock, seconds: float, advice: float
+) -> None:
+    """Clients would be told to come back in no time, or next week."""
+    tickets = []
+    for _ in range(100):
+        tickets.append(enter(door))
+        admit(door, tickets[-1])
+    for ticket in tickets:
+        clock.seconds += seconds
+        finish(door, ticket)
+    assert door.retry_after == advice
+
+
+def test_a_quiet_night_is_no_slow_queue(door: Admission, clock: Clock) -> None:
+    """After hours without requests the first refused client would be sent away for 30 s."""
+    before = door.retry_after
+    clock.seconds += 8 * 3600
+    ticket = enter(door)
+    clock.seconds += before
+    finish(door, ticket)
+    assert door.retry_after == pytest.approx(before)
+
+
+def test_each_end_is_one_line_without_the_prompt(door: Admission, logger: CapturingLogger) -> None:
+    """Who was served what, and at which cost, could not be told from the log; or too much could."""
+    ticket = enter(door, 77)
+    finish(door, ticket, EndReason.LENGTH)
+    (call,) = logger.calls
+    assert call.method_name == "info"
+    assert call.args == ("request_finished",)
+    assert call.kwargs["request_id"] == ticket.request_id
+    assert call.kwargs["tenant"] == "dev"
+    assert call.kwargs["reason"] == "length"
+    assert "prompt" not in call.kwargs
+    assert all(isinstance(value, (str, int, float)) for value in call.kwargs.values())
+    json.dumps(call.kwargs)
+
+
+def test_the_line_has_the_receipts_numbers(door: Admission, logger: CapturingLogger) -> None:
+    """Costs in the log would be off by the unit they are told in."""
+    ticket = enter(door)
+    built = outcome(receipts=[(ticket.sequence, EndReason.STOP)])
+    (row,) = built.report.receipts
+    row["held_seconds"], row["held_nanos"] = 3, 250_000_000
+    row["queued"], row["prefill"], row["decode"] = 1_500_000, 2_000_000, 4_000_000_000
+    row["peak_blocks"], row["output_tokens"] = 6, 9
+    door.streams.deliver(built)
+    told = logger.calls[0].kwargs
+    assert told["held_block_seconds"] == 3.25
+    assert (told["queued_ms"], told["prefill_ms"], told["decode_ms"]) == (1.5, 2.0, 4000.0)
+    assert (told["peak_blocks"], told["output_tokens"]) == (6, 9)
+
+
+def test_failures_stand_out_in_the_log(door: Admission, logger: CapturingLogger) -> None:
+    """A failure would look like any other end."""
+    finish(door, enter(door), EndReason.FAILED)
+    door.streams.deliver(outcome(refusals=[enter(door).sequence]))
+    assert [call.method_name for call in logger.calls] == ["warning", "error"]
+    assert not door.open_requests
+
+
+def test_a_server_without_its_engine_ends_every_request_once(
+    door: Admission, logger: CapturingLogger
+) -> None:
+    """Requests would stay open for ever when the engine dies."""
+    tickets = [enter(door), enter(door)]
+    door.streams.fail_all()
+    assert not door.open_requests
+    told = {call.kwargs["request_id"] for call in logger.calls}
+    assert told == {ticket.request_id for ticket in tickets}

@@ -1,0 +1,70 @@
+"""The table of doors: no method without a row."""
+
+from __future__ import annotations
+
+import pytest
+from google.protobuf import descriptor_pb2, descriptor_pool
+from google.protobuf.descriptor import ServiceDescriptor
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
+
+from kvledger.rpc.doors import check_every_method_has_a_row
+from kvledger.v1 import generation_pb2, models_pb2
+
+SERVED = [
+    generation_pb2.DESCRIPTOR.services_by_name["GenerationService"],
+    models_pb2.DESCRIPTOR.services_by_name["ModelService"],
+    health_pb2.DESCRIPTOR.services_by_name["Health"],
+    reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"],
+]
+
+
+def service(package: str, name: str, *methods: str) -> ServiceDescriptor:
+    """A service that exists only here."""
+    file = descriptor_pb2.FileDescriptorProto(name="made_up.proto", package=package)
+    file.message_type.add(name="Nothing")
+    added = file.service.add(name=name)
+    for method in methods:
+        nothing = f".{package}.Nothing"
+        added.method.add(name=method, input_type=nothing, output_type=nothing)
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return pool.FindServiceByName(f"{package}.{name}")
+
+
+def test_every_method_that_is_served_has_a_row() -> None:
+    """The server would not start."""
+    check_every_method_has_a_row(SERVED)
+
+
+def test_every_service_of_the_contract_is_served() -> None:
+    """A service that is not asked for its rows could have methods open to anybody."""
+    ours = {
+        name
+        for file in (generation_pb2, models_pb2)
+        for name in (s.full_name for s in file.DESCRIPTOR.services_by_name.values())
+    }
+    assert ours <= {served.full_name for served in SERVED}
+
+
+@pytest.mark.parametrize(
+    ("package", "name", "method"),
+    [
+        ("kvledger.v1", "GenerationService", "Purge"),
+        ("kvledger.v1", "generationservice", "Generate"),
+        ("kvledger.v1", "ModelService", "generate"),
+        ("kvledger.v2", "GenerationService", "Generate"),
+        ("kvledger.v1", "ModelService", "Generate"),
+    ],
+)
+def test_a_method_without_a_row_is_refused(package: str, name: str, method: str) -> None:
+    """A method that somebody adds would be open before anybody decided for whom."""
+    with pytest.raises(LookupError, match=f"/{package}.{name}/{method} has no row"):
+        check_every_method_has_a_row([service(package, name, method)])
+
+
+def test_one_missing_row_among_many_is_found() -> None:
+    """Only the first method, or the first service, would be looked at."""
+    last = service("kvledger.v1", "ModelService", "ListModels", "GetModel", "Forget")
+    with pytest.raises(LookupError, match="Forget"):
+        check_every_method_has_a_row([*SERVED, last])

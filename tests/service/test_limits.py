@@ -1,0 +1,358 @@
+"""Every limit on a request: what is at the limit passes, one more is refused and named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvledger.errors import InvalidRequest
+from kvledger.limits import (
+    LIMITS,
+    MESSAGE_BYTES_MAX,
+    check_detokenize,
+    check_generate,
+    check_prompt_fits,
+    check_text_fits,
+    check_tokenize,
+)
+from kvledger.v1 import generation_pb2, models_pb2
+
+VOCABULARY = 1000
+CANARY = "what-only-the-client-may-read"
+MIB = 1024 * 1024
+
+
+def generate(**fields: Any) -> generation_pb2.GenerateRequest:
+    """A request with a short text, unless the fields say otherwise."""
+    if not {"text", "token_ids", "chat"} & set(fields):
+        fields["text"] = "x"
+    return generation_pb2.GenerateRequest(**fields)
+
+
+def chat(*contents: str, role: int = generation_pb2.ROLE_USER) -> generation_pb2.ChatPrompt:
+    messages = [generation_pb2.ChatMessage(role=role, content=content) for content in contents]
+    return generation_pb2.ChatPrompt(messages=messages)
+
+
+def violations(request: generation_pb2.GenerateRequest) -> dict[str, str]:
+    """Reasons by field, as the client reads them."""
+    with pytest.raises(InvalidRequest) as refused:
+        check_generate(request, VOCABULARY)
+    return {violation.field: violation.reason for violation in refused.value.violations}
+
+
+def sampling(**options: float) -> generation_pb2.GenerateRequest:
+    return generate(sampling=generation_pb2.SamplingOptions(**options))
+
+
+def stop(**options: Any) -> generation_pb2.GenerateRequest:
+    return generate(stop=generation_pb2.StopOptions(**options))
+
+
+def ids(count: int) -> generation_pb2.GenerateRequest:
+    return generate(token_ids=generation_pb2.TokenIds(ids=[1] * count))
+
+
+def waiting(seconds: float) -> generation_pb2.GenerateRequest:
+    request = generate()
+    request.queue_timeout.seconds = int(seconds)
+    request.queue_timeout.nanos = round((seconds - int(seconds)) * 1e9)
+    return request
+
+
+# By row of the table: a request with that value, the path that is named if it is refused, and the
+# first refused value below and above, None where there is none to send.
+ROWS: dict[str, tuple[Callable[[Any], Any], str, float | None, float | None]] = {
+    "model": (lambda n: generate(model="m" * n), "model", None, 257),
+    "text": (lambda n: generate(text="t" * n), "text", 0, MIB + 1),
+    "token_ids.ids": (ids, "token_ids.ids", 0, 256 * 1024 + 1),
+    "chat.messages": (lambda n: generate(chat=chat(*[""] * n)), "chat.messages", 0, 1025),
+    "chat.messages.content": (
+        lambda n: generate(chat=chat("c" * (n // 2), "c" * (n - n // 2))),
+        "chat.messages.content",
+        None,
+        MIB + 1,
+    ),
+    "sampling.temperature": (
+        lambda x: sampling(temperature=x),
+        "sampling.temperature",
+        -0.25,
+        100.0000076293945,
+    ),
+    "sampling.top_p": (lambda x: sampling(top_p=x), "sampling.top_p", -0.25, 1.00000011920929),
+    "sampling.top_k": (lambda n: sampling(top_k=n), "sampling.top_k", None, 2**31),
+    "sampling.min_p": (lambda x: sampling(min_p=x), "sampling.min_p", -0.25, 1.00000011920929),
+    "stop.max_tokens": (lambda n: stop(max_tokens=n), "stop.max_tokens", 0, 2**31),
+    "stop.sequences": (lambda n: stop(sequences=["s"] * n), "stop.sequences", None, 17),
+    "stop.sequences.text": (lambda n: stop(sequences=["a", "s" * n]), "stop.sequences[1]", 0, 257),
+    "priority": (lambda n: generate(priority=n), "priority", -11, 11),
+    "queue_timeout": (waiting, "queue_timeout", -0.5, 3600.000000001),
+}
+
+
+def test_every_row_of_the_table_is_tested() -> None:
+    """A new limit that nobody tries might not be checked at all."""
+    assert set(ROWS) == set(LIMITS)
+
+
+@pytest.mark.parametrize("name", sorted(ROWS))
+def test_at_the_limit_it_passes(name: str) -> None:
+    """A documented value would be refused."""
+    make, limit = ROWS[name][0], LIMITS[name]
+    least = 1e-30 if name == "sampling.top_p" else limit.least
+    for value in (least, limit.most):
+        check_generate(make(int(value) if limit.most > 1 and value == int(value) else value), 1000)
+
+
+BEYOND = [
+    (name, value)
+    for name, (_, _, below, above) in sorted(ROWS.items())
+    for value in (below, above)
+    if value is not None
+]
+
+
+@pytest.mark.parametrize(("name", "value"), BEYOND)
+def test_beyond_the_limit_it_is_refused_and_named(name: str, value: float) -> None:
+    """A client must read which field, which value and which limit, or it cannot mend anything."""
+    make, field = ROWS[name][:2]
+    limit = LIMITS[name]
+    unit = f" {limit.unit}" if limit.unit else ""
+    assert violations(make(value)) == {
+        field: f"{value:.15g}{unit}, allowed are {limit.least:.0f} to {limit.most:.0f}"
+    }
+
+
+def test_lengths_are_bytes_and_not_characters() -> None:
+    """Three times the memory would come in behind a limit that counts characters."""
+    wide = "\u65e5" * 86  # 258 bytes
+    assert violations(generate(model=wide)) == {"model": "258 bytes, allowed are 0 to 256"}
+    assert set(violations(stop(sequences=[wide]))) == {"stop.sequences[0]"}
+    assert set(violations(generate(text="\u65e5" * (MIB // 3 + 1)))) == {"text"}
+    assert set(violations(generate(chat=chat("\u65e5" * (MIB // 3 + 1))))) == {
+        "chat.messages.content"
+    }
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_no_finite_number_is_refused(name: str, value: float) -> None:
+    """NaN passes every comparison that asks whether it is too large, and spoils a step."""
+    field = f"sampling.{name}"
+    assert violations(sampling(**{name: value})) == {field: "is not a finite number"}
+
+
+def test_a_nucleus_of_nothing_is_refused() -> None:
+    """top_p 0 would keep no token, or be taken for "unset"."""
+    assert "must be above 0" in violations(sampling(top_p=0.0))["sampling.top_p"]
+
+
+def test_what_is_unset_is_not_checked() -> None:
+    """The default of a field, zero on the wire, would be refused where zero is not allowed."""
+    check_generate(generate(), VOCABULARY)
+    check_generate(sampling(), VOCABULARY)
+    check_generate(stop(), VOCABULARY)
+
+
+def test_a_request_without_a_prompt_is_refused() -> None:
+    """It would be taken for an empty text."""
+    request = generation_pb2.GenerateRequest()
+    assert violations(request) == {"prompt": "is not set; give text, token_ids or chat"}
+
+
+@pytest.mark.parametrize("role", [0, 4, 17, -1])
+def test_roles_are_known(role: int) -> None:
+    """A message without a role would be spoken by somebody."""
+    request = generate(chat=chat("hello", role=role))
+    assert violations(request) == {
+        "chat.messages[0].role": f"{role} is not a role; "
+        "set ROLE_SYSTEM, ROLE_USER or ROLE_ASSISTANT"
+    }
+
+
+def test_ids_lie_in_the_vocabulary() -> None:
+    """An id beyond it would read weights that are none."""
+    check_generate(generate(token_ids=generation_pb2.TokenIds(ids=[0, VOCABULARY - 1])), 1000)
+    for wrong in (VOCABULARY, 2**31, 2**32 - 1):
+        prompt = generation_pb2.TokenIds(ids=[0, 5, wrong, wrong])
+        assert violations(generate(token_ids=prompt)) == {
+            "token_ids.ids[2]": f"{wrong} is outside the vocabulary of 1000 tokens"
+        }
+
+
+def test_too_many_ids_are_counted_and_not_read() -> None:
+    """A refusal of many ids would name one that is wrong, instead of their number."""
+    prompt = generation_pb2.TokenIds(ids=[VOCABULARY] * (256 * 1024 + 1))
+    assert set(violations(generate(token_ids=prompt))) == {"token_ids.ids"}
+
+
+def test_all_violations_come_at_once() -> None:
+    """A client would mend one field after the other, one refusal each."""
+    request = sampling(temperature=-1, top_p=2, min_p=2)
+    request.stop.max_tokens = 0
+    request.stop.sequences.extend(["ok", ""])
+    request.priority = 99
+    request.queue_timeout.seconds = -1
+    request.ClearField("text")
+    assert set(violations(request)) == {
+        *("prompt", "sampling.temperature", "sampling.top_p", "sampling.min_p"),
+        *("stop.max_tokens", "stop.sequences[1]", "priority", "queue_timeout"),
+    }
+
+
+def test_a_refusal_names_sixteen_violations_at_most() -> None:
+    """A refusal of a thousand messages would not fit into the metadata that carries it."""
+    found = violations(generate(chat=chat(*["x"] * 1024, role=0)))
+    assert len(found) == 16
+
+
+@pytest.mark.parametrize(
+    ("seconds", "nanos"),
+    [(3600, 1), (2**62, 0), (-(2**62), 0), (0, -1), (3599, 1_000_000_001), (-1, 999_999_999)],
+)
+def test_waiting_is_bounded_however_it_is_written(seconds: int, nanos: int) -> None:
+    """A duration whose parts are odd would slip past the limit, or raise further down."""
+    request = generate()
+    request.queue_timeout.seconds, request.queue_timeout.nanos = seconds, nanos
+    assert set(violations(request)) == {"queue_timeout"}
+
+
+@given(
+    temperature=st.floats(0, 100, width=32) | st.floats(width=32),
+    top_p=st.floats(0, 1, width=32) | st.floats(width=32),
+    min_p=st.floats(0, 1, width=32) | st.floats(width=32),
+    top_k=st.integers(0, 2**31 - 1) | st.integers(0, 2**32 - 1),
+    priority=st.integers(-11, 11) | st.integers(-(2**31), 2**31 - 1),
+    seconds=st.integers(0, 3600) | st.integers(-(2**63), 2**63 - 1),
+    nanos=st.integers(0, 10**9) | st.integers(-(2**31), 2**31 - 1),
+    tokens=st.lists(st.integers(0, 1000) | st.integers(0, 2**32 - 1), max_size=2),
+)
+def test_whatever_is_sent_is_refused_or_in_range(
+    temperature: float,
+    top_p: float,
+    min_p: float,
+    top_k: int,
+    priority: int,
+    seconds: int,
+    nanos: int,
+    tokens: list[int],
+) -> None:
+    """A number that nobody thought of would come through, or end the call with INTERNAL."""
+    request = generate(token_ids=generation_pb2.TokenIds(ids=tokens), priority=priority)
+    options = request.sampling
+    options.temperature, options.top_p, options.min_p = temperature, top_p, min_p
+    options.top_k = top_k
+    request.queue_timeout.seconds, request.queue_timeout.nanos = seconds, nanos
+    fine = (
+        0 <= temperature <= 100
+        and 0 < top_p <= 1
+        and 0 <= min_p <= 1
+        and top_k < 2**31
+        and -10 <= priority <= 10
+        and 0 <= seconds * 10**9 + nanos <= 3600 * 10**9
+        and tokens
+        and all(token < VOCABULARY for token in tokens)
+    )
+    try:
+        check_generate(request, VOCABULARY)
+    except InvalidRequest:
+        accepted = False
+    else:
+        accepted = True
+    assert accepted == bool(fine)
+
+
+def refusals_that_quote() -> list[InvalidRequest]:
+    """Refusals of requests that hold the canary wherever a string can stand."""
+    long = CANARY * 50_000
+    checks: list[Callable[[], None]] = [
+        lambda: check_generate(generate(model=CANARY * 20), VOCABULARY),
+        lambda: check_generate(generate(text=long), VOCABULARY),
+        lambda: check_generate(generate(chat=chat(CANARY, role=0)), VOCABULARY),
+        lambda: check_generate(generate(chat=chat(long)), VOCABULARY),
+        lambda: check_generate(stop(sequences=[CANARY * 20]), VOCABULARY),
+        lambda: check_generate(stop(sequences=[CANARY] * 17), VOCABULARY),
+        lambda: check_tokenize(models_pb2.TokenizeRequest(text=long)),
+        lambda: check_tokenize(models_pb2.TokenizeRequest(model=CANARY * 20, text="x")),
+        lambda: check_tokenize(models_pb2.TokenizeRequest(chat=chat(CANARY, role=0))),
+        lambda: check_text_fits(CANARY * 200_000),
+    ]
+    refusals = []
+    for check in checks:
+        with pytest.raises(InvalidRequest) as refused:
+            check()
+        refusals.append(refused.value)
+    return refusals
+
+
+def test_nothing_quotes_the_client() -> None:
+    """A prompt would stand in whatever collects error messages."""
+    for refusal in refusals_that_quote():
+        shown = str(refusal) + "".join(v.field + v.reason for v in refusal.violations)
+        assert CANARY not in shown
+        assert CANARY[:8] not in shown
+        assert len(shown) < 4096
+
+
+def test_a_request_to_tokenize_has_the_same_limits() -> None:
+    """A limit that one method checks and another does not is no limit."""
+    check_tokenize(models_pb2.TokenizeRequest(text="x"))
+    for request, field in (
+        (models_pb2.TokenizeRequest(), "prompt"),
+        (models_pb2.TokenizeRequest(text=""), "text"),
+        (models_pb2.TokenizeRequest(text="t" * (MIB + 1)), "text"),
+        (models_pb2.TokenizeRequest(chat=chat()), "chat.messages"),
+        (models_pb2.TokenizeRequest(chat=chat(*[""] * 1025)), "chat.messages"),
+        (models_pb2.TokenizeRequest(chat=chat("c" * (MIB + 1))), "chat.messages.content"),
+        (models_pb2.TokenizeRequest(model="m" * 257, text="x"), "model"),
+    ):
+        with pytest.raises(InvalidRequest) as refused:
+            check_tokenize(request)
+        assert [violation.field for violation in refused.value.violations] == [field]
+
+
+def test_a_request_to_detokenize_has_its_limits() -> None:
+    """Ids that are no token, none at all or too many would reach the tokenizer."""
+    check_detokenize(models_pb2.DetokenizeRequest(token_ids=[0, 999]), VOCABULARY)
+    check_detokenize(models_pb2.DetokenizeRequest(token_ids=[0] * (256 * 1024)), VOCABULARY)
+    for token_ids, field in (
+        ([], "token_ids"),
+        ([0] * (256 * 1024 + 1), "token_ids"),
+        ([0, 1000], "token_ids[1]"),
+    ):
+        with pytest.raises(InvalidRequest) as refused:
+            check_detokenize(models_pb2.DetokenizeRequest(token_ids=token_ids), VOCABULARY)
+        assert [violation.field for violation in refused.value.violations] == [field]
+
+
+def test_a_text_that_fits_no_message_is_refused() -> None:
+    """gRPC would end the call with a status that says nothing about the request."""
+    most = MESSAGE_BYTES_MAX - 1024
+    check_text_fits("t" * most)
+    for text in ("t" * (most + 1), "\u65e5" * (most // 3 + 1)):
+        with pytest.raises(InvalidRequest, match=f"{len(text.encode())} bytes .* {most} fit"):
+            check_text_fits(text)
+    message = models_pb2.DetokenizeResponse(text="t" * most)
+    assert message.ByteSize() < MESSAGE_BYTES_MAX
+
+
+@pytest.mark.parametrize(
+    ("tokens_max", "whose"), [(100, "the context window"), (99, "the whole KV pool")]
+)
+def test_a_prompt_leaves_room_for_an_answer(tokens_max: int, whose: str) -> None:
+    """What can never be answered would wait for ever, or be told the wrong limit."""
+    check_prompt_fits(1, tokens_max, 100)
+    check_prompt_fits(tokens_max - 1, tokens_max, 100)
+    for tokens in (tokens_max, tokens_max + 1, 10**9):
+        with pytest.raises(InvalidRequest) as refused:
+            check_prompt_fits(tokens, tokens_max, 100)
+        (violation,) = refused.value.violations
+        assert violation.field == "prompt"
+        assert violation.reason.startswith(f"{tokens} tokens, at most {tokens_max - 1} ")
+        assert violation.reason.endswith(whose)
+    with pytest.raises(InvalidRequest, match="no tokens"):
+        check_prompt_fits(0, tokens_max, 100)

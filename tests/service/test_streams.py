@@ -1,0 +1,277 @@
+"""Mailboxes: nothing lost, nothing twice, and one receipt for every request."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from engine_harness import make_core
+from stepping import NO_REASONS, NOBODY
+
+from kvledger.engine import EndReason, StepOutcome
+from kvledger.streams import Mail, Mailbox, Receipt, Streams
+
+# An empty report of the real core: its arrays say how the made-up ones must look.
+_, EMPTY = make_core().plan(0, None, NOBODY, NO_REASONS)
+
+
+def outcome(
+    admissions: list[tuple[int, int, int]] | None = None,
+    tokens: list[tuple[int, int]] | None = None,
+    receipts: list[tuple[int, EndReason]] | None = None,
+    refusals: list[int] | None = None,
+) -> StepOutcome:
+    """What the engine publishes. admissions: (sequence, queued, again); tokens: (sequence, id)."""
+
+    def rows(kind: str, values: list[dict[str, int]]) -> Any:
+        array = np.zeros(len(values), dtype=getattr(EMPTY, kind).dtype)
+        for row, value in zip(array, values, strict=True):
+            for name, number in value.items():
+                row[name] = number
+        return array
+
+    report = SimpleNamespace(
+        admissions=rows(
+            "admissions",
+            [{"sequence": s, "queued": q, "again": a} for s, q, a in admissions or []],
+        ),
+        tokens=rows("tokens", [{"sequence": s, "token": t} for s, t in tokens or []]),
+        receipts=rows("receipts", [{"sequence": s, "end_reason": r} for s, r in receipts or []]),
+        refusals=rows("refusals", [{"sequence": s} for s in refusals or []]),
+    )
+    return StepOutcome(report)  # type: ignore[arg-type]
+
+
+class Ends:
+    """What `on_end` was told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[int, Receipt | None]] = []
+
+    def __call__(self, sequence: int, receipt: Receipt | None) -> None:
+        self.told.append((sequence, receipt))
+
+    @property
+    def sequences(self) -> list[int]:
+        return [sequence for sequence, _ in self.told]
+
+
+@pytest.fixture
+def ends() -> Ends:
+    return Ends()
+
+
+@pytest.fixture
+def streams(ends: Ends) -> Streams:
+    return Streams(ends)
+
+
+def nothing_there(mailbox: Mailbox) -> bool:
+    """Whether a reader would have to wait."""
+    step = mailbox.next()
+    try:
+        step.send(None)
+    except StopIteration:
+        return False
+    finally:
+        step.close()
+    return True
+
+
+async def test_what_piled_up_comes_at_once_and_once(streams: Streams) -> None:
+    """A reader that is behind would get a message a token, or tokens twice."""
+    mailbox = streams.open(1)
+    streams.deliver(outcome(admissions=[(1, 777, 0)]))
+    for token in range(50):
+        streams.deliver(outcome(tokens=[(1, token)]))
+    assert await mailbox.next() == Mail(admitted_after=777, tokens=list(range(50)))
+    assert nothing_there(mailbox)
+    streams.deliver(outcome(tokens=[(1, 50)]))
+    assert await mailbox.next() == Mail(tokens=[50])
+    streams.deliver(outcome(tokens=[(1, 51)], receipts=[(1, EndReason.LENGTH)]))
+    last = await mailbox.next()
+    assert last.tokens == [51]
+    assert last.is_last
+    assert last.receipt is not None
+    assert last.receipt.end_reason == EndReason.LENGTH
+
+
+async def test_a_waiting_reader_is_woken_by_each_kind_of_mail(streams: Streams) -> None:
+    """A stream would hang although its token, its admission or its end was there."""
+    for deliver in (
+        outcome(admissions=[(1, 5, 0)]),
+        outcome(tokens=[(1, 5)]),
+        outcome(receipts=[(1, EndReason.STOP)]),
+        outcome(refusals=[1]),
+    ):
+        mailbox = streams.open(1)
+        reader = asyncio.create_task(mailbox.next())
+        await asyncio.sleep(0)
+        assert not reader.done()
+        streams.deliver(deliver)
+        assert await asyncio.wait_for(reader, 20) != Mail()
+        if streams.open_count:
+            streams.fail_all()
+
+
+async def test_a_reader_that_was_cancelled_loses_nothing(streams: Streams) -> None:
+    """Tokens that came in the moment of a timeout would be missing from the answer."""
+    mailbox = streams.open(1)
+    reader = asyncio.create_task(mailbox.next())
+    await asyncio.sleep(0)
+    streams.deliver(outcome(tokens=[(1, 9)]))
+    reader.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reader
+    assert (await mailbox.next()).tokens == [9]
+
+
+async def test_mail_goes_to_its_own_reader(streams: Streams) -> None:
+    """One client would read another's answer."""
+    mailboxes = {sequence: streams.open(sequence) for sequence in (1, 2, 2**63)}
+    streams.deliver(
+        outcome(
+            admissions=[(sequence, sequence % 1000, 0) for sequence in mailboxes],
+            tokens=[(2, 20), (1, 10), (2**63, 30), (2, 21)],
+        )
+    )
+    assert (await mailboxes[1].next()).tokens == [10]
+    assert (await mailboxes[2].next()).tokens == [20, 21]
+    assert (await mailboxes[2**63].next()).tokens == [30]
+
+
+async def test_only_the_first_admission_is_told(streams: Streams) -> None:
+    """A preempted request would be accepted twice, with two waiting times."""
+    mailbox = streams.open(1)
+    streams.deliver(outcome(admissions=[(1, 100, 0)]))
+    assert (await mailbox.next()).admitted_after == 100
+    streams.deliver(outcome(admissions=[(1, 900, 1)]))
+    assert nothing_there(mailbox)
+    assert streams.waiting_count == 0
+
+
+async def test_an_admission_without_a_wait_is_told(streams: Streams) -> None:
+    """A request that never waited would never be told that it was accepted."""
+    mailbox = streams.open(1)
+    streams.deliver(outcome(admissions=[(1, 0, 0)]))
+    mail = await mailbox.next()
+    assert mail.admitted_after == 0
+    assert not mail.is_last
+
+
+def test_counts_follow_the_requests(streams: Streams) -> None:
+    """The queue would count requests that run, or those that were cancelled while they waited."""
+    for sequence in range(1, 6):
+        streams.open(sequence)
+    assert (streams.open_count, streams.waiting_count) == (5, 5)
+    streams.deliver(outcome(admissions=[(1, 0, 0), (2, 0, 0)]))
+    assert (streams.open_count, streams.waiting_count) == (5, 3)
+    streams.deliver(outcome(receipts=[(1, EndReason.STOP), (3, EndReason.CANCELLED)], refusals=[4]))
+    assert (streams.open_count, streams.waiting_count) == (2, 1)
+    streams.fail_all()
+    assert (streams.open_count, streams.waiting_count) == (0, 0)
+
+
+async def test_admission_token_and_end_of_one_step_come_together(
+    streams: Streams, ends: Ends
+) -> None:
+    """A request of one step would lose its only token or its admission."""
+    mailbox = streams.open(1)
+    streams.deliver(
+        outcome(admissions=[(1, 3, 0)], tokens=[(1, 65)], receipts=[(1, EndReason.LENGTH)])
+    )
+    mail = await mailbox.next()
+    assert (mail.admitted_after, mail.tokens, mail.is_last) == (3, [65], True)
+    assert ends.told == [(1, mail.receipt)]
+
+
+async def test_a_refused_request_ends_without_a_receipt(streams: Streams, ends: Ends) -> None:
+    """A request that the core does not take would wait for ever."""
+    mailbox = streams.open(1)
+    streams.deliver(outcome(refusals=[1]))
+    mail = await mailbox.next()
+    assert mail.is_last
+    assert mail.refused
+    assert mail.receipt is None
+    assert ends.told == [(1, None)]
+
+
+async def test_when_the_engine_is_gone_everybody_is_told_once(streams: Streams, ends: Ends) -> None:
+    """Streams would hang on an engine that will never answer."""
+    mailboxes = [streams.open(sequence) for sequence in (1, 2, 3)]
+    streams.deliver(outcome(admissions=[(1, 0, 0)], tokens=[(1, 7)]))
+    streams.deliver(outcome(receipts=[(3, EndReason.STOP)]))
+    streams.fail_all()
+    streams.fail_all()
+    first, second, third = [await mailbox.next() for mailbox in mailboxes]
+    assert first.tokens == [7], "what was computed is not lost"
+    assert first.refused
+    assert second.refused
+    assert not third.refused, "it had ended before"
+    assert sorted(ends.sequences) == [1, 2, 3]
+    await asyncio.wait_for(streams.wait_until_empty(), 20)
+
+
+async def test_waiting_until_empty_ends_with_the_last_request(streams: Streams) -> None:
+    """A server that drains would stop too early, or never."""
+    await asyncio.wait_for(streams.wait_until_empty(), 20)
+    streams.open(1)
+    streams.open(2)
+    empty = asyncio.create_task(streams.wait_until_empty())
+    streams.deliver(outcome(receipts=[(1, EndReason.STOP)]))
+    await asyncio.sleep(0)
+    assert not empty.done()
+    streams.deliver(outcome(refusals=[2]))
+    await asyncio.wait_for(empty, 20)
+    streams.open(3)
+    again = asyncio.create_task(streams.wait_until_empty())
+    await asyncio.sleep(0)
+    assert not again.done()
+    again.cancel()
+
+
+def test_a_receipt_carries_every_number(streams: Streams, ends: Ends) -> None:
+    """A figure would be billed under another's name."""
+    streams.open(7)
+    built = outcome(receipts=[(7, EndReason.CONTEXT)])
+    (row,) = built.report.receipts
+    names = [name for name in row.dtype.names if name not in ("sequence", "end_reason")]
+    for value, name in enumerate(names, 100):
+        row[name] = value
+    streams.deliver(built)
+    ((sequence, receipt),) = ends.told
+    assert sequence == 7
+    assert receipt is not None
+    assert receipt.end_reason == EndReason.CONTEXT
+    told = {name: getattr(receipt, name) for name in names if name != "tenant"}
+    assert told == {name: int(row[name]) for name in told}
+    assert all(type(value) is int for value in told.values())
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_every_request_ends_once_in_whatever_order(seed: int) -> None:
+    """Somewhere among many outcomes a receipt would be lost, or told twice."""
+    chance, ends = random.Random(seed), Ends()
+    streams = Streams(ends)
+    mailboxes = {sequence: streams.open(sequence) for sequence in range(40)}
+    open_ones, sent = set(mailboxes), {sequence: [] for sequence in mailboxes}
+    while len(open_ones) > 5:
+        tokens = [(s, chance.randrange(1000)) for s in sorted(open_ones) if chance.random() < 0.5]
+        over = [s for s in sorted(open_ones) if chance.random() < 0.1]
+        refused = [s for s in over if not sent[s] and all(s != t for t, _ in tokens)]
+        for sequence, token in tokens:
+            sent[sequence].append(token)
+        receipts = [(s, EndReason.STOP) for s in over if s not in refused]
+        streams.deliver(outcome(tokens=tokens, receipts=receipts, refusals=refused))
+        open_ones -= set(over)
+    streams.fail_all()
+    assert sorted(ends.sequences) == sorted(mailboxes)
+    for sequence, mailbox in mailboxes.items():
+        mail = await mailbox.next()
+        assert mail.is_last
+        assert mail.tokens == sent[sequence]
+        assert mail.receipt == dict(ends.told)[sequence]
