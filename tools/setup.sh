@@ -62,6 +62,7 @@ if [ ! -x "$venv/bin/python" ]; then
   say "making a virtual environment in $venv"
   python3 -m venv "$venv"
 fi
+# Bytecode is made when something is imported (--no-compile): most of torch never is.
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check --quiet "$@"; }
 
 # What was installed is remembered by content, so that nothing is asked of the index again.
@@ -69,7 +70,7 @@ wanted=$(cat pyproject.toml tools/setup.sh | cksum)
 if [ "$(cat "$venv/.packages-$tier" 2>/dev/null)" != "$wanted" ]; then
   say "will download, if not there yet: the Python packages of pyproject.toml $extras"
   say "(torch is the largest: 200 MB where pip finds a CPU build, gigabytes with CUDA)"
-  pip install 'scikit-build-core>=0.11' 'pybind11>=3.0' 'grpcio-tools>=1.80' 'cmake>=3.25' 'ninja>=1.10'
+  pip install --no-compile 'scikit-build-core>=0.11' 'pybind11>=3.0' 'grpcio-tools>=1.80' 'cmake>=3.25' 'ninja>=1.10'
   rm -f "$venv/.built"
 fi
 
@@ -83,7 +84,7 @@ newer=$(
 if [ ! -e "$venv/.built" ] || [ -n "$newer" ] ||
    [ "$(cat "$venv/.packages-$tier" 2>/dev/null)" != "$wanted" ]; then
   say "building kvledger"
-  pip install --no-build-isolation --editable ".$extras"
+  pip install --no-compile --no-build-isolation --editable ".$extras"
   printf '%s' "$wanted" > "$venv/.packages-$tier"
   touch "$venv/.built"
 fi

@@ -119,7 +119,7 @@ void bind_weight(py::module_& module) {
       .def_property_readonly("bytes", [](const PackedWeight& w) { return w.bytes().value(); });
 }
 
-void bind_row_kernels(py::class_<CpuKernels>& kernels) {
+void bind_weight_kernels(py::class_<CpuKernels>& kernels) {
   kernels
       .def(
           "linear",
@@ -156,7 +156,11 @@ void bind_row_kernels(py::class_<CpuKernels>& kernels) {
             }
             return out;
           },
-          "float32 [outputs, inputs]: the weights dequantized.")
+          "float32 [outputs, inputs]: the weights dequantized.");
+}
+
+void bind_row_kernels(py::class_<CpuKernels>& kernels) {
+  kernels
       .def(
           "rms_norm",
           [](CpuKernels& self, std::uintptr_t x, std::int64_t rows, std::int64_t x_stride,
@@ -171,6 +175,19 @@ void bind_row_kernels(py::class_<CpuKernels>& kernels) {
             });
           },
           "out = x * weight / sqrt(mean(x^2) + epsilon), row by row.")
+      .def(
+          "head_norm",
+          [](CpuKernels& self, std::uintptr_t x, std::int64_t rows, std::int64_t columns,
+             std::int64_t x_stride, const Array<float>& weight, float epsilon) {
+            const std::span<const float> scale = as_span(weight);
+            require(!scale.empty() && columns % static_cast<std::int64_t>(scale.size()) == 0,
+                    "the columns are not whole heads");
+            maybe_without_gil(rows * columns, [&] {
+              self.rows().head_norm(Matrix{at_address<float>(x), rows, columns, x_stride}, scale,
+                                    epsilon);
+            });
+          },
+          "The same for each head of a row, in place; a head is as long as the weight.")
       .def(
           "silu_multiply",
           [](CpuKernels& self, std::uintptr_t x, std::int64_t rows, std::int64_t columns,
@@ -236,6 +253,7 @@ void bind_cpu_kernels(py::module_& module) {
           py::call_guard<py::gil_scoped_release>(),
           "Lets all threads meet `rounds` times; for timing how near they are to each other.")
       .def_property_readonly("instruction_set", &CpuKernels::instruction_set);
+  bind_weight_kernels(kernels);
   bind_row_kernels(kernels);
   bind_kv_kernels(kernels);
 }

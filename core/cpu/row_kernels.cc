@@ -136,6 +136,21 @@ void RowKernels::rms_norm(const ConstMatrix& x, std::span<const float> weight, f
   });
 }
 
+void RowKernels::head_norm(const Matrix& x, std::span<const float> weight, float epsilon) {
+  const auto head_dim = static_cast<std::int64_t>(weight.size());
+  KVL_CHECK_GE(head_dim, 1);
+  KVL_CHECK_EQ(x.columns % head_dim, 0);
+  pool_.run(ceil_div(x.rows, kRowsPerItem), [&](std::int64_t item, int) {
+    const std::int64_t last = std::min((item + 1) * kRowsPerItem, x.rows);
+    for (std::int64_t row = item * kRowsPerItem; row < last; ++row) {
+      for (std::int64_t column = 0; column < x.columns; column += head_dim) {
+        float* head = x.data + row * x.stride + column;
+        table_.rms_norm(head, weight.data(), epsilon, head_dim, head);
+      }
+    }
+  });
+}
+
 void RowKernels::silu_multiply(const ConstMatrix& x, const Matrix& out) {
   KVL_CHECK_EQ(x.columns, 2 * out.columns);
   KVL_CHECK_EQ(x.rows, out.rows);

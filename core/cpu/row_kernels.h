@@ -46,6 +46,8 @@ class RowKernels {
   // out = x * weight / sqrt(mean(x^2) + epsilon), row by row.
   void rms_norm(const ConstMatrix& x, std::span<const float> weight, float epsilon,
                 const Matrix& out);
+  // The same for each part of a row, in place: a row of x is heads of weight.size() floats.
+  void head_norm(const Matrix& x, std::span<const float> weight, float epsilon);
   // Reads all bytes once and returns a checksum: what any kernel's reading is compared with.
   std::uint64_t read_memory(std::span<const std::byte> bytes);
   // out = silu(left half of x) * right half of x.

@@ -223,6 +223,15 @@ class CpuKernels:
         out: int,
         out_stride: int,
     ) -> None: ...
+    def head_norm(
+        self,
+        x: int,
+        rows: int,
+        columns: int,
+        x_stride: int,
+        weight: npt.NDArray[np.float32],
+        epsilon: float,
+    ) -> None: ...
     def silu_multiply(
         self, x: int, rows: int, columns: int, x_stride: int, out: int, out_stride: int
     ) -> None: ...

@@ -1,4 +1,4 @@
-"""A model made ready to serve: file, tokenizer, weights, KV pool and core engine."""
+"""A model made ready to serve: files, tokenizer, weights, KV pool and core engine."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ import structlog
 
 from kvledger import _core
 from kvledger.engine import CoreEngine, make_core
-from kvledger.errors import ModelRefused, SettingRefused
+from kvledger.errors import SettingRefused
 from kvledger.memory import memory_available
-from kvledger.models.catalogue import CATALOGUE, model_path
 from kvledger.models.config import LlamaConfig, WeightsMode
 from kvledger.models.llama import Llama, load_weights
-from kvledger.models.model_file import ModelFile
+from kvledger.models.opening import open_model
 from kvledger.ops import Ops, make_ops
 from kvledger.settings import Settings
-from kvledger.tokenizer import Tokenizer, VocabularySource
+from kvledger.tokenizer import Tokenizer
 
 _log = structlog.get_logger(__name__)
 
@@ -31,7 +30,7 @@ class ServedModel:
     """The model of this process."""
 
     id: str
-    fingerprint: str  # SHA-256 of the file
+    fingerprint: str  # SHA-256 of the weight files
     config: LlamaConfig
     tokenizer: Tokenizer
     weights_mode: WeightsMode
@@ -55,14 +54,19 @@ def load(settings: Settings, say: Callable[[str], None] = lambda line: None) -> 
     ops = make_ops(
         settings.device, settings.kernels, settings.kernel_threads, settings.instruction_set
     )
-    path = model_path(settings.model, say)
-    file = ModelFile(path)
-    fingerprint = _checked_fingerprint(settings.model, file)
-    config = LlamaConfig.from_gguf(file.metadata)
-    tokenizer = Tokenizer(VocabularySource.from_gguf(file.metadata))
-    say(f"loading {path.name}: {config.layers} layers, weights {settings.weights}")
-    weights = load_weights(file, config, tokenizer.vocabulary_size, ops, settings.weights)
-    del file
+    with open_model(settings.model, settings.download, say) as opened:
+        config, tokenizer = opened.config, opened.tokenizer
+        say(f"loading {opened.where.name}: {config.layers} layers, weights {settings.weights}")
+        weights = load_weights(
+            opened.tensors,
+            config,
+            tokenizer.vocabulary_size,
+            ops,
+            settings.weights,
+            _progress(say),
+        )
+    name, fingerprint = opened.id, opened.fingerprint
+    del opened  # a GGUF file stands in memory as long as its tensors can be asked for
     layout = _core.KvLayout(
         layers=config.layers,
         kv_heads=config.kv_heads,
@@ -89,7 +93,7 @@ def load(settings: Settings, say: Callable[[str], None] = lambda line: None) -> 
     )
     llama = Llama(config, weights, ops, memory, settings.token_budget, core.sequence_tokens_max)
     model = ServedModel(
-        id=settings.model if settings.model in CATALOGUE else path.stem,
+        id=name,
         fingerprint=fingerprint,
         config=config,
         tokenizer=tokenizer,
@@ -133,15 +137,18 @@ def pool_blocks(
     return blocks
 
 
-def _checked_fingerprint(model: str, file: ModelFile) -> str:
-    """The file's SHA-256; ModelRefused if it is a known model's and not what it should be."""
-    fingerprint = file.fingerprint
-    known = CATALOGUE.get(model)
-    if known is not None and fingerprint != known.sha256:
-        raise ModelRefused(
-            f"{known.path} is damaged (SHA-256 {fingerprint}); delete it and start again"
-        )
-    return fingerprint
+def _progress(say: Callable[[str], None]) -> Callable[[int, int], None]:
+    """Says how far loading is, a line for every tenth."""
+    told = 0
+
+    def progress(done: int, total: int) -> None:
+        nonlocal told
+        tenths = 10 * done // total
+        if tenths > told:
+            told = tenths
+            say(f"loaded {done} of {total} layers")
+
+    return progress
 
 
 def _log_loaded(model: ServedModel, ops: Ops, seconds: float) -> None:

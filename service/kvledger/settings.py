@@ -51,7 +51,12 @@ class Settings(BaseSettings):
 
     listen: str = Field("127.0.0.1:50051", description="host:port to serve on")
     model: str = Field(
-        "smollm2-135m-instruct", description="name of a known model, or path of a GGUF file"
+        "smollm2-135m-instruct",
+        description="name of a known model, path of a GGUF file or of a folder with safetensors, "
+        "or org/name@commit on the hub",
+    )
+    download: bool = Field(
+        False, description="fetch a model of the hub that is not in its cache yet"
     )
     weights: WeightsMode = Field(
         "stored",

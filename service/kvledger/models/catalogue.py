@@ -81,7 +81,8 @@ def model_path(model: str, say: Callable[[str], None] = lambda line: None) -> Pa
         path = Path(model)
         if not _is_file(path):
             raise ModelRefused(
-                f"--model: {model} is neither a file nor a known model ({', '.join(CATALOGUE)})"
+                f"--model: {model} is neither a file nor a known model ({', '.join(CATALOGUE)}), "
+                f"nor a folder, nor org/name@commit on the hub"
             )
         return path
     if not known.is_fetched:

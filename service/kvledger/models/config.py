@@ -1,7 +1,8 @@
-"""The shape of a Llama-class model, read from a GGUF file's metadata.
+"""The shape of a Llama-class model, and how a GGUF file's metadata says it.
 
 Every key under the architecture's prefix must be one this page knows: a key that would change the
-mathematics (rope scaling, experts, a sliding window) is refused, never ignored.
+mathematics (rope scaling, experts, a sliding window) is refused, never ignored. How a folder's
+config.json says it is in hub_config.py.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Literal
 import structlog
 
 from kvledger.errors import ModelRefused
+from kvledger.models.json_file import shown
 
 # How weights are kept in memory.
 WeightsMode = Literal["stored", "bf16", "f32"]
@@ -43,9 +45,32 @@ _READ = frozenset(
 )
 
 
+# Query heads that may share a KV head: the rows of the attention kernel (core/cpu/isa/table.h).
+_GROUP_MAX = 96
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How rotary embedding is stretched to a context longer than the one first trained on.
+
+    `linear` divides all frequencies by `factor`. `llama3` divides those with wave lengths above
+    original_context / low_frequency_factor, keeps those below original_context /
+    high_frequency_factor, and passes smoothly from one to the other in between.
+    """
+
+    kind: Literal["linear", "llama3"]
+    factor: float
+    low_frequency_factor: float = 1.0
+    high_frequency_factor: float = 1.0
+    original_context: int = 0
+
+
 @dataclass(frozen=True)
 class LlamaConfig:
-    """Sizes of a Llama-class model; counts unless a unit is named."""
+    """Sizes of a Llama-class model; counts unless a unit is named.
+
+    What sets families apart are the rows at the end; their defaults are the first Llama's.
+    """
 
     name: str
     layers: int
@@ -57,6 +82,15 @@ class LlamaConfig:
     context_tokens: int
     rope_base: float
     rms_epsilon: float
+    rope_scaling: RopeScaling | None = None
+    # Layers, from 0, whose queries and keys are not turned by their positions.
+    layers_without_rope: frozenset[int] = frozenset()
+    # Whether queries, keys and values have a bias.
+    qkv_bias: bool = False
+    # Whether each head of queries and keys is normalized before it is turned.
+    qk_norm: bool = False
+    # Whether the head is the embedding; None: if there is no other in the file.
+    tied_head: bool | None = None
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, object]) -> LlamaConfig:
@@ -64,7 +98,7 @@ class LlamaConfig:
         architecture = metadata.get("general.architecture")
         if architecture != "llama":
             raise ModelRefused(
-                f"the model's architecture is {_shown(architecture)}; kvledger runs 'llama'"
+                f"the model's architecture is {shown(architecture)}; kvledger runs 'llama'"
             )
         keys = _Keys(metadata)
         keys.refuse_unknown()
@@ -96,23 +130,30 @@ class LlamaConfig:
                 raise ModelRefused(
                     f"llama.{what} is {found}; kvledger needs {value}, the head size"
                 )
+        self.check_sizes()
+
+    def check_sizes(self) -> None:
+        """ModelRefused, in one sentence, if the sizes do not fit each other or the kernels."""
         if self.query_heads % self.kv_heads != 0:
             raise ModelRefused(
                 f"{self.query_heads} query heads cannot share {self.kv_heads} KV heads equally"
+            )
+        if self.query_heads // self.kv_heads > _GROUP_MAX:
+            raise ModelRefused(
+                f"{self.query_heads // self.kv_heads} query heads share a KV head; "
+                f"kvledger's kernels take {_GROUP_MAX} at most"
             )
         if self.head_dim % 16 != 0:
             raise ModelRefused(
                 f"heads have {self.head_dim} dimensions; kvledger's kernels need a multiple of 16"
             )
         for what, size in (
-            ("embedding_length", self.hidden),
-            ("feed_forward_length", self.feed_forward),
-            ("head_count x head size", self.query_heads * self.head_dim),
+            ("the hidden size", self.hidden),
+            ("the size of the feed-forward part", self.feed_forward),
+            ("the number of query heads times their size", self.query_heads * self.head_dim),
         ):
             if size % 32 != 0:
-                raise ModelRefused(
-                    f"llama.{what} is {size}; kvledger's kernels need a multiple of 32"
-                )
+                raise ModelRefused(f"{what} is {size}; kvledger's kernels need a multiple of 32")
 
 
 class _Keys:
@@ -134,7 +175,7 @@ class _Keys:
         scaling = self._values.get("rope.scaling.type", "none")
         if scaling != "none":
             raise ModelRefused(
-                f"llama.rope.scaling.type is {_shown(scaling)}; kvledger scales no rotary embedding"
+                f"llama.rope.scaling.type is {shown(scaling)}; kvledger scales no rotary embedding"
             )
         if self._values.get("expert_count", 0) != 0:
             raise ModelRefused("the model has experts; kvledger runs dense models")
@@ -164,10 +205,3 @@ class _Keys:
             _log.warning("rope_base_missing", using=_DEFAULT_ROPE_BASE)
             return _DEFAULT_ROPE_BASE
         return self.number("rope.freq_base", 1.0, 1e12)
-
-
-def _shown(value: object) -> str:
-    """A value from the file for an operator's eyes: short and printable, or only its type."""
-    if isinstance(value, str) and len(value) <= 32 and value.isascii() and value.isprintable():
-        return repr(value)
-    return f"a {type(value).__name__}" if value is not None else "missing"

@@ -1,8 +1,11 @@
 """The Llama class of models, written once over `ops`.
 
 Touvron et al. 2023 (arXiv 2302.13971): RMS norm before each part, rotary embedding, grouped query
-heads, SiLU-gated feed-forward. Activations are float32 [tokens, ...]; the tokens of all sequences
-of a step stand side by side, so one pass serves prefill chunks and decode tokens alike.
+heads, SiLU-gated feed-forward. The families that follow it (Mistral, Qwen, SmolLM) differ by rows
+of the configuration: a bias, a norm of each head, scaled or missing rotary embedding.
+
+Activations are float32 [tokens, ...]; the tokens of all sequences of a step stand side by side, so
+one pass serves prefill chunks and decode tokens alike.
 """
 
 from __future__ import annotations
@@ -16,8 +19,8 @@ import numpy.typing as npt
 import torch
 
 from kvledger import _core
-from kvledger.models.config import LlamaConfig, WeightsMode
-from kvledger.models.model_file import ModelFile, StoredMatrix
+from kvledger.models.config import LlamaConfig, RopeScaling, WeightsMode
+from kvledger.models.model_file import StoredMatrix, Tensors
 from kvledger.ops import Ops
 
 
@@ -66,6 +69,10 @@ class LlamaLayer:
     feed_forward_norm: npt.NDArray[np.float32]
     gate_up: StackedLinear
     down: Any
+    # Of families that have them: added to queries, keys and values; applied to each of their heads.
+    qkv_bias: npt.NDArray[np.float32] | None = None
+    query_norm: npt.NDArray[np.float32] | None = None
+    key_norm: npt.NDArray[np.float32] | None = None
 
 
 @dataclass(frozen=True)
@@ -90,59 +97,80 @@ class LlamaWeights:
 
 
 def load_weights(
-    file: ModelFile,
+    file: Tensors,
     config: LlamaConfig,
     vocabulary: int,
     ops: Ops,
     mode: WeightsMode,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> LlamaWeights:
-    """Takes all tensors out of the file; ModelRefused if one is missing, misshapen or unknown."""
-    hidden, width = config.hidden, config.feed_forward
-    query_rows = config.query_heads * config.head_dim
-    kv_rows = config.kv_heads * config.head_dim
-    query_order = _half_split_order(config.query_heads, config.head_dim)
-    key_order = _half_split_order(config.kv_heads, config.head_dim)
-    embedding_matrix = file.matrix("token_embd.weight", vocabulary, hidden)
+    """Takes all tensors out of the file; ModelRefused if one is missing, misshapen or unknown.
+
+    `progress` is called with the number of layers that are loaded, and that there are.
+    """
+    embedding_matrix = file.matrix("token_embd.weight", vocabulary, config.hidden)
     embedding = ops.weight(mode, [embedding_matrix])
+    del embedding_matrix  # packed now; for a moment the largest tensor stood in memory twice
     layers = []
     for i in range(config.layers):
         progress(i, config.layers)
-        name = f"blk.{i}."
-        layers.append(
-            LlamaLayer(
-                attention_norm=file.vector(name + "attn_norm.weight", hidden),
-                qkv=StackedLinear.load(
-                    ops,
-                    mode,
-                    [
-                        file.matrix(name + "attn_q.weight", query_rows, hidden, query_order),
-                        file.matrix(name + "attn_k.weight", kv_rows, hidden, key_order),
-                        file.matrix(name + "attn_v.weight", kv_rows, hidden),
-                    ],
-                ),
-                attention_output=ops.weight(
-                    mode, [file.matrix(name + "attn_output.weight", hidden, query_rows)]
-                ),
-                feed_forward_norm=file.vector(name + "ffn_norm.weight", hidden),
-                gate_up=StackedLinear.load(
-                    ops,
-                    mode,
-                    [
-                        file.matrix(name + "ffn_gate.weight", width, hidden),
-                        file.matrix(name + "ffn_up.weight", width, hidden),
-                    ],
-                ),
-                down=ops.weight(mode, [file.matrix(name + "ffn_down.weight", hidden, width)]),
-            )
-        )
-    output_norm = file.vector("output_norm.weight", hidden)
+        layers.append(_load_layer(file, f"blk.{i}.", config, ops, mode))
+    output_norm = file.vector("output_norm.weight", config.hidden)
+    tied = config.tied_head
+    if tied is None:
+        tied = not file.has("output.weight")
     head = embedding
-    if file.has("output.weight"):
-        head = ops.weight(mode, [file.matrix("output.weight", vocabulary, hidden)])
+    if not tied:
+        head = ops.weight(mode, [file.matrix("output.weight", vocabulary, config.hidden)])
     file.refuse_unread()
     progress(config.layers, config.layers)
     return LlamaWeights(embedding, tuple(layers), output_norm, head)
+
+
+def _load_layer(
+    file: Tensors, name: str, config: LlamaConfig, ops: Ops, mode: WeightsMode
+) -> LlamaLayer:
+    hidden, width, head_dim = config.hidden, config.feed_forward, config.head_dim
+    query_rows, kv_rows = config.query_heads * head_dim, config.kv_heads * head_dim
+    query_order = key_order = None
+    if file.has_neighbouring_pairs:
+        query_order = _half_split_order(config.query_heads, head_dim)
+        key_order = _half_split_order(config.kv_heads, head_dim)
+    qkv_bias = query_norm = key_norm = None
+    if config.qkv_bias:
+        rows = (("q", query_rows), ("k", kv_rows), ("v", kv_rows))
+        qkv_bias = np.concatenate([file.vector(f"{name}attn_{x}.bias", n) for x, n in rows])
+    if config.qk_norm:
+        query_norm = file.vector(name + "attn_q_norm.weight", head_dim)
+        key_norm = file.vector(name + "attn_k_norm.weight", head_dim)
+    return LlamaLayer(
+        attention_norm=file.vector(name + "attn_norm.weight", hidden),
+        qkv=StackedLinear.load(
+            ops,
+            mode,
+            [
+                file.matrix(name + "attn_q.weight", query_rows, hidden, query_order),
+                file.matrix(name + "attn_k.weight", kv_rows, hidden, key_order),
+                file.matrix(name + "attn_v.weight", kv_rows, hidden),
+            ],
+        ),
+        attention_output=ops.weight(
+            mode, [file.matrix(name + "attn_output.weight", hidden, query_rows)]
+        ),
+        feed_forward_norm=file.vector(name + "ffn_norm.weight", hidden),
+        gate_up=StackedLinear.load(
+            ops,
+            mode,
+            [
+                file.matrix(name + "ffn_gate.weight", width, hidden),
+                file.matrix(name + "ffn_up.weight", width, hidden),
+            ],
+        ),
+        down=ops.weight(mode, [file.matrix(name + "ffn_down.weight", hidden, width)]),
+        qkv_bias=qkv_bias,
+        query_norm=query_norm,
+        key_norm=key_norm,
+    )
 
 
 def _half_split_order(heads: int, head_dim: int) -> npt.NDArray[np.int64]:
@@ -174,7 +202,15 @@ class Llama:
         self._ops = ops
         self._memory = memory
         self._scale = config.head_dim**-0.5
-        self._cosine, self._sine = rotary_tables(config, positions_max)
+        turning = rotary_tables(config, positions_max)
+        # A layer without rotary embedding turns by no angle: the kernels need not know.
+        standing = turning
+        if config.layers_without_rope:
+            standing = np.ones_like(turning[0]), np.zeros_like(turning[1])
+        self._rotary = tuple(
+            standing if layer in config.layers_without_rope else turning
+            for layer in range(config.layers)
+        )
         attended = config.query_heads * config.head_dim
         kv = config.kv_heads * config.head_dim
         self._hidden = torch.empty(tokens_max, config.hidden)
@@ -201,7 +237,8 @@ class Llama:
         for index, layer in enumerate(weights.layers):
             ops.rms_norm(x, layer.attention_norm, config.rms_epsilon, normed)
             layer.qkv.apply(ops, normed, qkv)
-            ops.kv_append(index, qkv, self._cosine, self._sine)
+            self._adjust(layer, qkv)
+            ops.kv_append(index, qkv, *self._rotary[index])
             ops.paged_attention(index, qkv, self._scale, attended)
             ops.linear(attended, layer.attention_output, x, accumulate=True)
             ops.rms_norm(x, layer.feed_forward_norm, config.rms_epsilon, normed)
@@ -210,6 +247,17 @@ class Llama:
             ops.linear(feed, layer.down, x, accumulate=True)
             beat()
         return self._head(x, plan)
+
+    def _adjust(self, layer: LlamaLayer, qkv: torch.Tensor) -> None:
+        """What some families do to queries, keys and values before they are turned and stored."""
+        if layer.qkv_bias is not None:
+            self._ops.add_bias(qkv, layer.qkv_bias)
+        if layer.query_norm is not None and layer.key_norm is not None:
+            config = self._config
+            queries = config.query_heads * config.head_dim
+            keys = slice(queries, queries + config.kv_heads * config.head_dim)
+            self._ops.head_norm(qkv[:, :queries], layer.query_norm, config.rms_epsilon)
+            self._ops.head_norm(qkv[:, keys], layer.key_norm, config.rms_epsilon)
 
     def _head(self, x: torch.Tensor, plan: _core.Plan) -> torch.Tensor:
         wanted = plan.logits
@@ -232,5 +280,21 @@ def rotary_tables(
     float32 is off by a thousandth.
     """
     exponents = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
-    angles = np.outer(np.arange(positions, dtype=np.float64), config.rope_base**-exponents)
+    frequencies = _scaled(config.rope_base**-exponents, config.rope_scaling)
+    angles = np.outer(np.arange(positions, dtype=np.float64), frequencies)
     return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+
+
+def _scaled(
+    frequencies: npt.NDArray[np.float64], scaling: RopeScaling | None
+) -> npt.NDArray[np.float64]:
+    """Angles per position, float64 [head_dim / 2], stretched as the model was trained."""
+    if scaling is None:
+        return frequencies
+    if scaling.kind == "linear":
+        return frequencies / scaling.factor
+    # 1 where a wave fits into the original context often enough to be kept, 0 where it hardly does.
+    waves = scaling.original_context * frequencies / (2 * np.pi)
+    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+    kept = np.clip((waves - low) / (high - low), 0.0, 1.0)
+    return frequencies * (kept + (1.0 - kept) / scaling.factor)

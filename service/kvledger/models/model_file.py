@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -44,11 +45,45 @@ class StoredMatrix:
     order: npt.NDArray[np.int64]
 
 
+class Tensors(Protocol):
+    """The tensors of a model, wherever they lie, by the names that GGUF gives them.
+
+    Raises ModelRefused, in one sentence, for a tensor that is missing, misshapen or of a type that
+    the kernels do not read.
+    """
+
+    @property
+    def has_neighbouring_pairs(self) -> bool:
+        """Whether rows 2i and 2i + 1 of a head's queries and keys turn together; else i turns
+        with i + head_dim / 2."""
+        ...
+
+    def has(self, name: str) -> bool:
+        """Whether there is a tensor of that name."""
+        ...
+
+    def matrix(
+        self, name: str, rows: int, columns: int, order: npt.NDArray[np.int64] | None = None
+    ) -> StoredMatrix:
+        """The matrix of that name; `order` (int64 [rows]) says which stored row is row i."""
+        ...
+
+    def vector(self, name: str, length: int) -> npt.NDArray[np.float32]:
+        """The vector of that name, float32 [length]."""
+        ...
+
+    def refuse_unread(self) -> None:
+        """ModelRefused if there are tensors that nobody asked for: they would be ignored."""
+        ...
+
+
 class ModelFile:
     """Metadata and tensors of one GGUF file.
 
     Raises ModelRefused, in one sentence, for a file that cannot be read or is no GGUF.
     """
+
+    has_neighbouring_pairs = True
 
     def __init__(self, path: Path) -> None:
         self.path = path

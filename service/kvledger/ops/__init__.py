@@ -71,6 +71,14 @@ class Ops(Protocol):
         """out = x * weight / sqrt(mean(x^2) + epsilon), row by row."""
         ...
 
+    def head_norm(self, x: torch.Tensor, weight: npt.NDArray[np.float32], epsilon: float) -> None:
+        """The same for each head of x [tokens, heads * head_dim], in place; weight [head_dim]."""
+        ...
+
+    def add_bias(self, x: torch.Tensor, bias: npt.NDArray[np.float32]) -> None:
+        """x += bias [columns], row by row."""
+        ...
+
     def silu_multiply(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """out = silu(left half of x) * right half of x."""
         ...

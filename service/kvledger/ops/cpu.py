@@ -22,7 +22,7 @@ class CpuOps:
 
     def __init__(self, threads: int, instruction_set: str = "auto") -> None:
         self.kernels = _core.CpuKernels(threads, instruction_set)
-        # Torch computes nothing in a step; its threads would only compete.
+        # Torch only adds biases in a step; its threads would compete with the core's.
         torch.set_num_threads(1)
         self._view: _core.KvView | None = None
         self._batch: _core.Batch | None = None
@@ -79,6 +79,14 @@ class CpuOps:
         self.kernels.rms_norm(
             x.data_ptr(), x.shape[0], x.stride(0), weight, epsilon, out.data_ptr(), out.stride(0)
         )
+
+    def head_norm(self, x: torch.Tensor, weight: npt.NDArray[np.float32], epsilon: float) -> None:
+        """See Ops.head_norm."""
+        self.kernels.head_norm(x.data_ptr(), x.shape[0], x.shape[1], x.stride(0), weight, epsilon)
+
+    def add_bias(self, x: torch.Tensor, bias: npt.NDArray[np.float32]) -> None:
+        """See Ops.add_bias; one addition a float, so torch's order of work changes no bit."""
+        x.add_(torch.from_numpy(bias))
 
     def silu_multiply(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """See Ops.silu_multiply."""

@@ -94,6 +94,15 @@ class ReferenceOps:
         scale = torch.rsqrt(x.pow(2).mean(dim=-1, keepdim=True) + epsilon)
         out.copy_(x * scale * torch.tensor(weight))
 
+    def head_norm(self, x: torch.Tensor, weight: npt.NDArray[np.float32], epsilon: float) -> None:
+        """See Ops.head_norm."""
+        for head in x.unflatten(1, (-1, len(weight))).unbind(1):  # type: ignore[no-untyped-call]
+            self.rms_norm(head, weight, epsilon, head)
+
+    def add_bias(self, x: torch.Tensor, bias: npt.NDArray[np.float32]) -> None:
+        """See Ops.add_bias."""
+        x.add_(torch.tensor(bias))
+
     def silu_multiply(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """See Ops.silu_multiply."""
         gate, up = x.chunk(2, dim=-1)

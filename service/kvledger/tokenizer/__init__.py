@@ -6,7 +6,7 @@ from kvledger.tokenizer.chat_template import ChatMessage, ChatTemplate, Rendered
 from kvledger.tokenizer.incremental import IncrementalDecoder
 from kvledger.tokenizer.output import OutputText, Piece
 from kvledger.tokenizer.stop_strings import StopStrings
-from kvledger.tokenizer.vocabulary import TokenIds, Tokenizer, VocabularySource
+from kvledger.tokenizer.vocabulary import TokenIds, Tokenizer, Vocabulary, VocabularySource
 
 __all__ = [
     "ChatMessage",
@@ -19,5 +19,6 @@ __all__ = [
     "StopStrings",
     "TokenIds",
     "Tokenizer",
+    "Vocabulary",
     "VocabularySource",
 ]

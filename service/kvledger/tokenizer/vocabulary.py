@@ -12,7 +12,8 @@ import tokenizers
 from tokenizers import AddedToken, models
 
 from kvledger.errors import FieldViolation, InvalidRequest, ModelRefused
-from kvledger.tokenizer.chat_template import ChatMessage, ChatTemplate
+from kvledger.tokenizer.byte_alphabet import bytes_of_byte_token, bytes_of_letters
+from kvledger.tokenizer.chat_template import ChatMessage, ChatTemplate, RenderedPart
 from kvledger.tokenizer.word_cutting import word_cutting_of
 
 TokenIds = npt.NDArray[np.int32]
@@ -185,44 +186,67 @@ def _integers_among(values: Sequence[object]) -> list[int]:
     ]
 
 
-def _byte_alphabet() -> dict[int, int]:
-    """Maps each letter of the byte alphabet to its byte.
-
-    Bytes that print as one character in Latin-1 stand for themselves; the others, in order, are
-    the characters from U+0100 on.
-    """
-    printing = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printing]
-    letters = {byte: byte for byte in printing}
-    letters.update({0x100 + place: byte for place, byte in enumerate(others)})
-    # What prints as nothing is no letter: it must not pass for the byte of the same number.
-    letters.update(dict.fromkeys(others, 0xFFFD))
-    return letters
-
-
-_BYTE_OF_LETTER = _byte_alphabet()
-
-
 def _bytes_of_token(token: str, token_type: int) -> bytes:
     if token_type == _UNUSED:
         return b""
     if token_type == _BYTE:
         return _byte_of_token(token)
     if token_type == _NORMAL:
-        try:
-            return token.translate(_BYTE_OF_LETTER).encode("latin-1")
-        except UnicodeEncodeError:
-            pass
-    # Tokens added after training are written as they are, and some files call them normal.
+        return bytes_of_letters(token)
     return token.encode("utf-8", "replace")
 
 
 def _byte_of_token(token: str) -> bytes:
-    # Written as <0x0A>.
-    try:
-        return bytes.fromhex(token.removeprefix("<0x").removesuffix(">"))
-    except ValueError:
-        raise ModelRefused("a token of type 6 (byte) is not written as <0x00> to <0xFF>") from None
+    byte = bytes_of_byte_token(token)
+    if byte is None:
+        raise ModelRefused("a token of type 6 (byte) is not written as <0x00> to <0xFF>")
+    return byte
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """A vocabulary ready to be used, whatever file it comes from."""
+
+    # Written forms by id; they are in no encoder's table.
+    control_texts: Mapping[int, str] = field(repr=False)
+    # For the beginning of a text, and for what follows a control token.
+    encoder: tokenizers.Tokenizer = field(repr=False)
+    later_encoder: tokenizers.Tokenizer = field(repr=False)
+    # By token id; nothing for control tokens and for ids that stand for nothing.
+    token_bytes: list[bytes] = field(repr=False)
+    # What a prompt of text begins with.
+    first_ids: list[int]
+    end_ids: frozenset[int]
+    bos_token: str | None
+    eos_token: str
+    chat_template: str | None = field(repr=False)
+
+    @classmethod
+    def of(cls, source: VocabularySource) -> Vocabulary:
+        """The vocabulary of a GGUF file. Raises ModelRefused if it cannot be used."""
+        if source.model != "gpt2":
+            raise ModelRefused('the only supported kind of vocabulary is "gpt2", byte-level BPE')
+        types = source.token_types
+        control_texts = {
+            token_id: token
+            for token_id, token in enumerate(source.tokens)
+            if types[token_id] in (_UNKNOWN, _CONTROL) or token_id in source.special_ids
+        }
+        encoder = _encoder_of(source, control_texts)
+        return cls(
+            control_texts=control_texts,
+            encoder=encoder,
+            later_encoder=encoder,
+            token_bytes=[
+                b"" if token_id in control_texts else _bytes_of_token(token, types[token_id])
+                for token_id, token in enumerate(source.tokens)
+            ],
+            first_ids=[source.bos_id] if source.add_bos and source.bos_id is not None else [],
+            end_ids=source.end_ids,
+            bos_token=None if source.bos_id is None else source.tokens[source.bos_id],
+            eos_token=source.tokens[source.eos_id],
+            chat_template=source.chat_template,
+        )
 
 
 class Tokenizer:
@@ -237,41 +261,33 @@ class Tokenizer:
     """
 
     def __init__(
-        self, source: VocabularySource, *, clock: Callable[[], datetime] | None = None
+        self,
+        source: VocabularySource | Vocabulary,
+        *,
+        clock: Callable[[], datetime] | None = None,
     ) -> None:
         """Raises ModelRefused if the vocabulary or its chat template cannot be used.
 
         `clock` is for templates that write today's date; without it they write a fixed one, and
         the same messages always give the same ids.
         """
-        if source.model != "gpt2":
-            raise ModelRefused('the only supported kind of vocabulary is "gpt2", byte-level BPE')
-        types = source.token_types
-        self._control_texts = {
-            token_id: token
-            for token_id, token in enumerate(source.tokens)
-            if types[token_id] in (_UNKNOWN, _CONTROL) or token_id in source.special_ids
-        }
-        self._id_of_control = {text: token_id for token_id, text in self._control_texts.items()}
-        self._encoder = _encoder_of(source, self._control_texts)
-        self._token_bytes = [
-            b"" if token_id in self._control_texts else _bytes_of_token(token, types[token_id])
-            for token_id, token in enumerate(source.tokens)
-        ]
-        self._first_ids = [source.bos_id] if source.add_bos and source.bos_id is not None else []
-        self._eos_ids = source.end_ids
-        self._template = self._chat_template_of(source, clock)
+        vocabulary = source if isinstance(source, Vocabulary) else Vocabulary.of(source)
+        self._vocabulary = vocabulary
+        self._control_texts = vocabulary.control_texts
+        self._id_of_control = {text: id_ for id_, text in vocabulary.control_texts.items()}
+        self._token_bytes = vocabulary.token_bytes
+        self._template = self._chat_template_of(vocabulary, clock)
 
     def _chat_template_of(
-        self, source: VocabularySource, clock: Callable[[], datetime] | None
+        self, vocabulary: Vocabulary, clock: Callable[[], datetime] | None
     ) -> ChatTemplate | None:
-        if source.chat_template is None:
+        if vocabulary.chat_template is None:
             return None
         return ChatTemplate(
-            source.chat_template,
+            vocabulary.chat_template,
             control_tokens=[text for text in self._id_of_control if text],
-            bos_token=None if source.bos_id is None else source.tokens[source.bos_id],
-            eos_token=source.tokens[source.eos_id],
+            bos_token=vocabulary.bos_token,
+            eos_token=vocabulary.eos_token,
             clock=clock,
         )
 
@@ -296,7 +312,7 @@ class Tokenizer:
     @property
     def eos_ids(self) -> frozenset[int]:
         """Ids that end an answer; all are control ids."""
-        return self._eos_ids
+        return self._vocabulary.end_ids
 
     @property
     def has_chat_template(self) -> bool:
@@ -310,7 +326,8 @@ class Tokenizer:
         some vocabularies bring text to Unicode's form NFC first, and bytes that a vocabulary has
         no token for (some control characters, in some models) are dropped.
         """
-        return np.array([*self._first_ids, *self._encode_all([text])[0]], dtype=np.int32)
+        first = self._vocabulary.first_ids
+        return np.array([*first, *encode_all(self._vocabulary.encoder, [text])[0]], dtype=np.int32)
 
     def encode_chat(self, messages: Sequence[ChatMessage]) -> TokenIds:
         """Ids of a conversation, shape [tokens], up to where the model is to answer.
@@ -327,7 +344,7 @@ class Tokenizer:
         parts = self._template.render(
             [ChatMessage(message.role, _encodable(message.content)) for message in messages]
         )
-        texts = iter(self._encode_all([part.text for part in parts if not part.is_control_token]))
+        texts = iter(self._encode_parts(parts))
         ids: list[int] = []
         for part in parts:
             if part.is_control_token:
@@ -355,12 +372,36 @@ class Tokenizer:
             for token_id in ids
         ).decode("utf-8", "replace")
 
-    def _encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+    def _encode_parts(self, parts: Sequence[RenderedPart]) -> list[list[int]]:
+        """Ids of the texts among the parts of a conversation."""
+        texts = [part.text for part in parts if not part.is_control_token]
+        begins_with_text = bool(texts) and not parts[0].is_control_token
+        if not begins_with_text:
+            return encode_all(self._vocabulary.later_encoder, texts)
+        return [
+            *encode_all(self._vocabulary.encoder, texts[:1]),
+            *encode_all(self._vocabulary.later_encoder, texts[1:]),
+        ]
+
+
+def encode_all(encoder: tokenizers.Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+    """Ids of each text by the rules of an encoder. RuntimeError if the library fails on one."""
+    try:
         # The batch call, unlike the single one, lets go of the GIL and keeps no offsets.
-        encodings = self._encoder.encode_batch_fast(
+        encodings = encoder.encode_batch_fast(
             [_encodable(text) for text in texts], add_special_tokens=False
         )
-        return [encoding.ids for encoding in encodings]
+    except BaseException as error:
+        if isinstance(error, Exception) or not is_panic(error):
+            raise
+        raise RuntimeError("the tokenizer's rules fail on this text") from None
+    return [encoding.ids for encoding in encodings]
+
+
+def is_panic(error: BaseException) -> bool:
+    """Whether the tokenizers library gave up. Its panics are no Exception, and would end more
+    than the request that they belong to."""
+    return type(error).__name__ == "PanicException"
 
 
 def _encodable(text: str) -> str:
