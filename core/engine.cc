@@ -69,6 +69,7 @@ const StepPlan& Engine::plan(Nanoseconds now) {
   if (!scheduler_.chunks().empty()) {
     steps_ = step.value();
     uncommitted_ = step;
+    planned_at_ = ledger_.now();
     for (const Chunk& chunk : scheduler_.chunks()) {
       chunk.sequence->in_step = true;
     }
@@ -79,6 +80,7 @@ const StepPlan& Engine::plan(Nanoseconds now) {
 void Engine::commit(StepId step, std::span<const Token> tokens,
                     std::span<const std::int32_t> offsets, Nanoseconds now) {
   settle_step(step, now);
+  scheduler_.observe(ledger_.now() - planned_at_);
   const StepPlanView& view = plan_.view();
   KVL_CHECK_EQ(static_cast<std::int64_t>(offsets.size()), view.header.logits + 1);
   KVL_CHECK_EQ(offsets.front(), 0);
@@ -127,6 +129,28 @@ void Engine::end(std::span<const std::uint64_t> ids, EndReason reason, Nanosecon
     const auto found = sequences_.find(SequenceId{id});
     if (found != sequences_.end()) {
       finish(*found->second, reason);
+    }
+  }
+}
+
+void Engine::pause(std::span<const std::uint64_t> ids, Nanoseconds now) {
+  ledger_.advance(now);
+  for (const std::uint64_t id : ids) {
+    const auto found = sequences_.find(SequenceId{id});
+    if (found != sequences_.end()) {
+      found->second->spend(ledger_.now(), found->second->activity);
+      scheduler_.pause(*found->second);
+    }
+  }
+}
+
+void Engine::resume(std::span<const std::uint64_t> ids, Nanoseconds now) {
+  ledger_.advance(now);
+  for (const std::uint64_t id : ids) {
+    const auto found = sequences_.find(SequenceId{id});
+    if (found != sequences_.end()) {
+      found->second->spend(ledger_.now(), found->second->activity);
+      scheduler_.resume(*found->second);
     }
   }
 }
@@ -210,6 +234,7 @@ void Engine::write_receipt(Sequence& sequence) {
   receipt.queued = sequence.times.queued;
   receipt.prefill = sequence.times.prefill;
   receipt.decode = sequence.times.decode;
+  receipt.paused = sequence.times.paused;
   receipt.held_seconds = held.seconds;
   receipt.held_nanos = held.nanos;
   receipt.reserved_seconds = reserved.seconds;

@@ -4,6 +4,7 @@
 //   plan(now, arrivals)      -> the next step, or an empty one when there is nothing to compute
 //   commit(step, tokens)     what the model produced for it
 //   abandon(step)            the step failed: everything it named ends with kFailed
+//   pause(ids), resume(ids)  at any time: whether sequences take part in steps
 //   end(ids, reason)         at any time; blocks that an uncommitted step names stay in
 //                            `releasing` until it is committed or abandoned
 //
@@ -72,6 +73,10 @@ class Engine {
   // Ends sequences by id; unknown ids are ignored, for a sequence may end by itself meanwhile.
   void end(std::span<const std::uint64_t> ids, EndReason reason, Nanoseconds now);
 
+  // Stops planning sequences, or goes on with them; unknown ids are ignored.
+  void pause(std::span<const std::uint64_t> ids, Nanoseconds now);
+  void resume(std::span<const std::uint64_t> ids, Nanoseconds now);
+
   // What changed since the last call, by whatever was called between. Valid until the next call.
   const StepReport& take_report();
 
@@ -107,6 +112,7 @@ class Engine {
   // Ended while an uncommitted step named them; forgotten when it is settled.
   std::vector<std::unique_ptr<Sequence>> ended_in_step_;
   std::optional<StepId> uncommitted_;
+  Nanoseconds planned_at_ = 0;  // the uncommitted step
   std::uint64_t steps_ = 0;
 };
 

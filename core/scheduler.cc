@@ -42,8 +42,42 @@ BlockCount Scheduler::blocks_for(std::int64_t tokens) const noexcept {
 
 void Scheduler::enqueue(Sequence& sequence) {
   sequence.rank = sequence.arrived_at + sequence.priority * settings_.aging_per_priority;
+  await(sequence);
+}
+
+void Scheduler::await(Sequence& sequence) {
   sequence.state = Sequence::State::kWaiting;
-  waiting_.insert(&sequence);
+  if (sequence.paused) {
+    ++parked_;
+  } else {
+    waiting_.insert(&sequence);
+  }
+}
+
+void Scheduler::pause(Sequence& sequence) {
+  if (sequence.paused) {
+    return;
+  }
+  sequence.paused = true;
+  if (sequence.state == Sequence::State::kWaiting) {
+    KVL_CHECK_EQ(waiting_.erase(&sequence), 1U);
+    ++parked_;
+  } else {
+    ++paused_running_;
+  }
+}
+
+void Scheduler::resume(Sequence& sequence) {
+  if (!sequence.paused) {
+    return;
+  }
+  sequence.paused = false;
+  if (sequence.state == Sequence::State::kWaiting) {
+    --parked_;
+    waiting_.insert(&sequence);
+  } else {
+    --paused_running_;
+  }
 }
 
 void Scheduler::schedule(Nanoseconds now, StepPlan& plan, StepReport& report) {
@@ -51,25 +85,34 @@ void Scheduler::schedule(Nanoseconds now, StepPlan& plan, StepReport& report) {
   const std::int64_t decode_tokens = choose_decode(now, plan, report);
   decode_chunks_ = chunks_.size();
   collect_prefill();
-  share_prefill_budget(settings_.token_budget - decode_tokens);
+  const std::int64_t room = prefill_room(settings_.token_budget - decode_tokens);
+  plan.set_prefill_room(room);
+  share_prefill_budget(room);
   admit_chosen(now, report);
+  note_work();
   emit(plan);
 }
 
 // Every running sequence that is past its prompt computes its pending tokens, in order of rank.
 std::int64_t Scheduler::choose_decode(Nanoseconds now, StepPlan& plan, StepReport& report) {
   std::int64_t chosen = 0;
+  std::int64_t paused_before = 0;  // of those before index i
   for (std::size_t i = 0; i < running_.size();) {
     Sequence& sequence = *running_[i];
-    if (sequence.activity != Sequence::Activity::kDecode) {
+    if (sequence.activity != Sequence::Activity::kDecode || sequence.paused) {
+      paused_before += sequence.paused ? 1 : 0;
       ++i;
       continue;
     }
     // Several tokens may be pending; whoever runs behind can still count on one.
-    const auto behind = static_cast<std::int64_t>(running_.size() - i - 1);
+    const std::int64_t behind =
+        running() - static_cast<std::int64_t>(i) - 1 - (paused_running_ - paused_before);
     const std::int64_t tokens =
         std::min(sequence.pending(), settings_.token_budget - chosen - behind);
-    if (!grow(i, tokens, now, plan, report)) {
+    const std::size_t before = i;
+    const bool grown = grow(i, tokens, now, plan, report);
+    paused_before -= static_cast<std::int64_t>(before - i);  // only paused ones left
+    if (!grown) {
       preempt(sequence, now, report);  // the next sequence is now at index i
       continue;
     }
@@ -80,20 +123,21 @@ std::int64_t Scheduler::choose_decode(Nanoseconds now, StepPlan& plan, StepRepor
   return chosen;
 }
 
-// Makes room for `tokens` more tokens of the sequence at `index`, by preempting others behind it
-// if it must. False if even that was not enough.
-bool Scheduler::grow(std::size_t index, std::int64_t tokens, Nanoseconds now, StepPlan& plan,
+// Makes room for `tokens` more tokens of the sequence at `index`, by preempting others if it must;
+// `index` follows it. False if even that was not enough.
+bool Scheduler::grow(std::size_t& index, std::int64_t tokens, Nanoseconds now, StepPlan& plan,
                      StepReport& report) {
   Sequence& sequence = *running_[index];
   for (BlockCount missing = blocks_missing(sequence, tokens); missing > kNone;) {
     if (sequence.reservation.remaining() == kNone) {
       std::optional<Reservation> one = pool_.reserve(sequence.account, kOne);
       if (!one) {
-        Sequence* victim = victim_behind(index);
-        if (victim == nullptr) {
+        const std::size_t victim = victim_for(index);
+        if (victim == running_.size()) {
           return false;
         }
-        preempt(*victim, now, report);
+        preempt(*running_[victim], now, report);
+        index -= victim < index ? 1 : 0;
         continue;
       }
       sequence.reservation = std::move(*one);
@@ -104,13 +148,22 @@ bool Scheduler::grow(std::size_t index, std::int64_t tokens, Nanoseconds now, St
   return true;
 }
 
-Sequence* Scheduler::victim_behind(std::size_t index) const {
-  for (std::size_t i = running_.size(); i-- > index + 1;) {
-    if (!is_protected(*running_[i])) {
-      return running_[i];
+// Whom the sequence at `index` may preempt: the last one paused, else the last one behind it; the
+// number running if there is none.
+std::size_t Scheduler::victim_for(std::size_t index) const {
+  std::size_t victim = running_.size();
+  for (std::size_t i = running_.size(); i-- > 0;) {
+    if (is_protected(*running_[i])) {
+      continue;
+    }
+    if (running_[i]->paused) {
+      return i;
+    }
+    if (victim == running_.size() && i > index) {
+      victim = i;
     }
   }
-  return nullptr;
+  return victim;
 }
 
 // Prompts that could be computed now: those already running, and the first waiting ones whose
@@ -119,7 +172,7 @@ void Scheduler::collect_prefill() {
   candidates_.clear();
   passed_over_.clear();
   for (Sequence* sequence : running_) {
-    if (sequence->activity == Sequence::Activity::kPrefill) {
+    if (sequence->activity == Sequence::Activity::kPrefill && !sequence->paused) {
       candidates_.push_back(Candidate{sequence, 0});
     }
   }
@@ -139,6 +192,43 @@ void Scheduler::collect_prefill() {
       candidates_.push_back(Candidate{sequence, 0});
     }
     passes = std::min(passes, settings_.overtakes_max - sequence->overtaken);
+  }
+}
+
+// Prompt tokens for which the step has time, at most `budget`. Where a step is limited, those who
+// decode wait no longer for a prompt than the limit says.
+std::int64_t Scheduler::prefill_room(std::int64_t budget) const {
+  const bool limited = settings_.step_time_max > 0 || settings_.step_stretch > 0;
+  if (!limited || decode_chunks_ == 0 || candidates_.empty()) {
+    return budget;
+  }
+  std::int64_t keys = 0;
+  std::int64_t tokens = 0;
+  for (const Chunk& chunk : chunks_) {
+    tokens += chunk.tokens;
+    keys += keys_of_chunk(chunk.sequence->computed, chunk.tokens);
+  }
+  const Nanoseconds decode = step_time_.decode_time(tokens, keys);
+  Nanoseconds longest = settings_.step_time_max;
+  if (settings_.step_stretch > 0) {
+    const Nanoseconds stretched = decode / 1000 * settings_.step_stretch;
+    longest = longest > 0 ? std::min(longest, stretched) : stretched;
+  }
+  std::int64_t computed = 0;
+  for (const Candidate& candidate : candidates_) {
+    computed = std::max(computed, candidate.sequence->computed);
+  }
+  const std::int64_t fits = step_time_.prefill_within(longest - decode, computed, budget);
+  return std::min(budget, std::max(fits, settings_.prefill_least));
+}
+
+void Scheduler::note_work() noexcept {
+  work_ = StepWork{};
+  for (std::size_t i = 0; i < chunks_.size(); ++i) {
+    const auto& [sequence, tokens] = chunks_[i];
+    const std::int64_t keys = keys_of_chunk(sequence->computed, tokens);
+    (i < decode_chunks_ ? work_.decode_tokens : work_.prefill_tokens) += tokens;
+    (i < decode_chunks_ ? work_.decode_keys : work_.prefill_keys) += keys;
   }
 }
 
@@ -226,7 +316,11 @@ void Scheduler::emit(StepPlan& plan) {
 
 void Scheduler::remove(Sequence& sequence) {
   if (sequence.state == Sequence::State::kWaiting) {
-    KVL_CHECK_EQ(waiting_.erase(&sequence), 1U);
+    if (sequence.paused) {
+      --parked_;
+    } else {
+      KVL_CHECK_EQ(waiting_.erase(&sequence), 1U);
+    }
   } else {
     KVL_CHECK_EQ(sequence.state, Sequence::State::kRunning);
     leave_running(sequence);
@@ -242,8 +336,7 @@ void Scheduler::preempt(Sequence& sequence, Nanoseconds now, StepReport& report)
   sequence.computed = 0;
   ++sequence.preemptions;
   sequence.spend(now, Sequence::Activity::kQueued);
-  sequence.state = Sequence::State::kWaiting;
-  waiting_.insert(&sequence);
+  await(sequence);
 }
 
 void Scheduler::leave_running(Sequence& sequence) {
@@ -251,6 +344,7 @@ void Scheduler::leave_running(Sequence& sequence) {
   const auto place = std::lower_bound(running_.begin(), running_.end(), &sequence, ByRank{});
   KVL_CHECK(place != running_.end() && *place == &sequence);
   running_.erase(place);
+  paused_running_ -= sequence.paused ? 1 : 0;
 }
 
 void Scheduler::give_blocks_back(Sequence& sequence) {

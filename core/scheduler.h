@@ -1,8 +1,9 @@
 // Decides what the model computes next: continuous batching under one token budget per step.
 //
-// Decode tokens are budgeted first; prefill chunks fill what is left. Half of the prefill budget
-// belongs to the oldest prompt, the rest goes to the shortest first, and what nobody wants returns
-// to the oldest: a long prompt cannot hold up a short one, and short ones cannot starve it.
+// Decode tokens are budgeted first; prefill chunks fill what is left, but while somebody decodes
+// only as far as keeps the step's expected time under a limit (step_time.h). Half of the prefill
+// budget belongs to the oldest prompt, the rest goes to the shortest first, and what nobody wants
+// returns to the oldest: a long prompt cannot hold up a short one, and short ones cannot starve it.
 //
 // Order. A sequence's rank is its arrival time plus its priority times `aging_per_priority`, fixed
 // at arrival: a request of lower urgency counts as having arrived later, so it waits longer but
@@ -18,6 +19,10 @@
 // need, and is no victim again. So there is no deadlock: whoever may not be preempted never needs a
 // block, the first of the others may preempt all the rest, and any one sequence fits alone.
 //
+// Pausing. A paused sequence keeps its place and its blocks but is not planned. When somebody else
+// needs a block it is the first victim, wherever it stands: who does not take tokens should not
+// cost anybody else theirs.
+//
 // A plan costs O(tokens in it + sequences running); nothing grows with the pool or with history.
 // One thread at a time.
 
@@ -32,6 +37,7 @@
 #include "core/sequence.h"
 #include "core/step_plan.h"
 #include "core/step_report.h"
+#include "core/step_time.h"
 #include "core/types.h"
 
 namespace kvledger {
@@ -45,6 +51,12 @@ struct SchedulerSettings {
   Nanoseconds aging_per_priority = 5'000'000'000;
   std::int64_t overtakes_max = 16;
   std::int64_t preemptions_max = 3;
+  // Longest step while somebody decodes; 0 is no limit of this kind.
+  Nanoseconds step_time_max = 0;
+  // The same as a multiple of what decoding alone would take, in thousandths; 0 is no limit.
+  std::int64_t step_stretch = 0;
+  // Prompt tokens that a step takes even where they break the limit: prompts must not starve.
+  std::int64_t prefill_least = 16;
 };
 
 // Tokens that one sequence computes in a step.
@@ -69,10 +81,19 @@ class Scheduler {
   // `releasing` if an uncommitted step may still touch them.
   void remove(Sequence& sequence);
 
+  // Takes a sequence out of planning, or back into it; nothing if it is so already.
+  void pause(Sequence& sequence);
+  void resume(Sequence& sequence);
+
+  // Learns that the step of the last schedule() took `elapsed`.
+  void observe(Nanoseconds elapsed) noexcept { step_time_.observe(work_, elapsed); }
+
   // The chunks of the last schedule(), in the order of its plan.
   const std::vector<Chunk>& chunks() const noexcept { return chunks_; }
   std::int64_t running() const noexcept { return static_cast<std::int64_t>(running_.size()); }
-  std::int64_t waiting() const noexcept { return static_cast<std::int64_t>(waiting_.size()); }
+  std::int64_t waiting() const noexcept {
+    return static_cast<std::int64_t>(waiting_.size()) + parked_;
+  }
 
   // Blocks that hold `tokens` tokens of a sequence.
   BlockCount blocks_for(std::int64_t tokens) const noexcept;
@@ -87,13 +108,16 @@ class Scheduler {
   // The phases of schedule(), in the order they run.
   std::int64_t choose_decode(Nanoseconds now, StepPlan& plan, StepReport& report);
   void collect_prefill();
+  std::int64_t prefill_room(std::int64_t budget) const;
+  void note_work() noexcept;
   void share_prefill_budget(std::int64_t budget);
   void admit_chosen(Nanoseconds now, StepReport& report);
   void emit(StepPlan& plan);
 
-  bool grow(std::size_t index, std::int64_t tokens, Nanoseconds now, StepPlan& plan,
+  void await(Sequence& sequence);
+  bool grow(std::size_t& index, std::int64_t tokens, Nanoseconds now, StepPlan& plan,
             StepReport& report);
-  Sequence* victim_behind(std::size_t index) const;
+  std::size_t victim_for(std::size_t index) const;
   void preempt(Sequence& sequence, Nanoseconds now, StepReport& report);
   void acquire_block(Sequence& sequence, StepPlan& plan);
   BlockCount blocks_missing(const Sequence& sequence, std::int64_t tokens) const;
@@ -115,13 +139,18 @@ class Scheduler {
   BlockTables& tables_;
 
   std::set<Sequence*, ByRank> waiting_;
-  std::vector<Sequence*> running_;  // by rank
+  std::int64_t parked_ = 0;          // waiting and paused: in no list
+  std::vector<Sequence*> running_;   // by rank
+  std::int64_t paused_running_ = 0;  // of them
 
   // Used within one schedule(), kept to avoid allocation.
   std::vector<Candidate> candidates_;
   std::vector<Sequence*> passed_over_;
   std::vector<Chunk> chunks_;
   std::size_t decode_chunks_ = 0;
+
+  StepTimeModel step_time_;
+  StepWork work_;  // of the last schedule()
 };
 
 }  // namespace kvledger

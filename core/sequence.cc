@@ -1,5 +1,6 @@
 #include "core/sequence.h"
 
+#include <cstddef>
 #include <utility>
 
 namespace kvledger {
@@ -18,17 +19,8 @@ Sequence::Sequence(const Arrival& arrival, std::vector<Token> prompt, RequestAcc
 
 void Sequence::spend(Nanoseconds now, Activity next) noexcept {
   const Nanoseconds spent = now > activity_since ? now - activity_since : 0;
-  switch (activity) {
-    case Activity::kQueued:
-      times.queued += spent;
-      break;
-    case Activity::kPrefill:
-      times.prefill += spent;
-      break;
-    case Activity::kDecode:
-      times.decode += spent;
-      break;
-  }
+  Nanoseconds* const kinds[] = {&times.queued, &times.prefill, &times.decode};
+  *(paused ? &times.paused : kinds[static_cast<std::size_t>(activity)]) += spent;
   activity = next;
   activity_since += spent;
 }

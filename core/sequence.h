@@ -34,6 +34,7 @@ struct SequenceTimes {
   Nanoseconds queued = 0;   // waiting for room, the first time or after a preemption
   Nanoseconds prefill = 0;  // computing tokens before the next output token can exist
   Nanoseconds decode = 0;   // producing output tokens
+  Nanoseconds paused = 0;   // held back because nobody takes its tokens
 };
 
 // Priorities lie between -kPriorityMax and kPriorityMax; the service's contract is narrower.
@@ -85,6 +86,8 @@ struct Sequence {
   TableRow row;
   Reservation reservation;
 
+  // Not to be planned until somebody takes what it produced.
+  bool paused = false;
   // True while an uncommitted step names the sequence.
   bool in_step = false;
   EndReason end_reason = EndReason::kStop;

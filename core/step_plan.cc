@@ -107,6 +107,10 @@ void StepPlan::begin_prefill() {
   header_.decode_tokens = static_cast<std::int32_t>(token_ids_.size());
 }
 
+void StepPlan::set_prefill_room(std::int64_t tokens) noexcept {
+  header_.prefill_room = static_cast<std::int32_t>(tokens);
+}
+
 void StepPlan::finish() {
   header_.tokens = static_cast<std::int32_t>(token_ids_.size());
   header_.sequences = static_cast<std::int32_t>(rows_.size());

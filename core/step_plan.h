@@ -42,11 +42,13 @@ struct StepPlanHeader {
   std::int32_t deltas = 0;
   // Tokens of sequences that are past their prompt; they stand first.
   std::int32_t decode_tokens = 0;
+  // Most prompt tokens that this step would have taken, had there been as many.
+  std::int32_t prefill_room = 0;
   // Group of layers that share a block shape; 0 today.
   std::int32_t layer_group = 0;
 
   static constexpr std::int32_t kMagic = 0x4c504c4b;  // "KLPL"
-  static constexpr std::int32_t kVersion = 1;
+  static constexpr std::int32_t kVersion = 2;
 };
 
 inline constexpr std::int64_t kStepPlanHeaderWords = sizeof(StepPlanHeader) / sizeof(std::int32_t);
@@ -91,6 +93,7 @@ class StepPlan {
   void append_sequence(TableRow row, std::span<const Token> tokens, std::int64_t position,
                        bool wants_logits);
   void begin_prefill();
+  void set_prefill_room(std::int64_t tokens) noexcept;
   void finish();
 
   // Valid from finish() to the next begin().

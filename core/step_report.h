@@ -63,6 +63,7 @@ struct Receipt {
   std::int64_t queued = 0;
   std::int64_t prefill = 0;
   std::int64_t decode = 0;
+  std::int64_t paused = 0;
   // Blocks held, and blocks reserved but not yet held, summed over time.
   std::uint64_t held_seconds = 0;
   std::uint64_t reserved_seconds = 0;

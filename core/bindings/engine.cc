@@ -102,11 +102,13 @@ std::unique_ptr<Engine> make_engine(std::int64_t blocks, std::int32_t slots_per_
                                     std::int64_t context_tokens, std::int64_t token_budget,
                                     std::int64_t sequences_max, std::vector<Token> end_of_text,
                                     std::int64_t aging_per_priority, std::int64_t overtakes_max,
-                                    std::int64_t preemptions_max, std::int64_t now) {
+                                    std::int64_t preemptions_max, std::int64_t step_time_max,
+                                    std::int64_t step_stretch, std::int64_t now) {
   require(blocks >= 1 && blocks < (std::int64_t{1} << 31), "blocks must be from 1 to 2^31 - 1");
   require(slots_per_block >= 1, "slots_per_block must be at least 1");
   require(context_tokens >= 2, "context_tokens must be at least 2");
   require(sequences_max >= 1, "sequences_max must be at least 1");
+  require(step_time_max >= 0 && step_stretch >= 0, "limits of a step cannot be negative");
   require(token_budget >= sequences_max,
           "token_budget must be at least sequences_max: every running sequence decodes one token "
           "a step");
@@ -116,6 +118,8 @@ std::unique_ptr<Engine> make_engine(std::int64_t blocks, std::int32_t slots_per_
   settings.scheduler.aging_per_priority = aging_per_priority;
   settings.scheduler.overtakes_max = overtakes_max;
   settings.scheduler.preemptions_max = preemptions_max;
+  settings.scheduler.step_time_max = step_time_max;
+  settings.scheduler.step_stretch = step_stretch;
   settings.blocks = BlockCount{blocks};
   settings.slots_per_block = slots_per_block;
   settings.context_tokens = context_tokens;
@@ -124,7 +128,8 @@ std::unique_ptr<Engine> make_engine(std::int64_t blocks, std::int32_t slots_per_
 }
 
 py::tuple plan_step(const py::object& self, std::int64_t now, const ArrivalArrays* arrivals,
-                    const Array<std::uint64_t>& end_ids, const Array<std::uint8_t>& end_reasons) {
+                    const Array<std::uint64_t>& end_ids, const Array<std::uint8_t>& end_reasons,
+                    const Array<std::uint64_t>& pauses, const Array<std::uint64_t>& resumes) {
   Engine& engine = self.cast<Engine&>();
   require(!engine.has_uncommitted_step(), "the last step is not committed");
   require(end_ids.size() == end_reasons.size(), "end arrays differ in length");
@@ -135,6 +140,8 @@ py::tuple plan_step(const py::object& self, std::int64_t now, const ArrivalArray
   if (arrivals != nullptr) {
     arrivals->accept_into(engine);
   }
+  engine.pause(as_span(pauses), now);
+  engine.resume(as_span(resumes), now);
   const StepPlan& plan = engine.plan(now);
   return py::make_tuple(Plan(plan, engine.tables(), self), report_of(engine));
 }
@@ -176,7 +183,8 @@ void bind_records() {
   PYBIND11_NUMPY_DTYPE(OutputToken, sequence, token, end_reason);
   PYBIND11_NUMPY_DTYPE(Receipt, sequence, tenant, end_reason, prompt_tokens, output_tokens,
                        computed_tokens, recomputed_tokens, preemptions, peak_blocks, queued,
-                       prefill, decode, held_seconds, reserved_seconds, held_nanos, reserved_nanos);
+                       prefill, decode, paused, held_seconds, reserved_seconds, held_nanos,
+                       reserved_nanos);
 }
 
 BatchView batch_of(const Plan& plan) {
@@ -206,6 +214,8 @@ void bind_plan(py::module_& module) {
       .def_property_readonly("logits", [](const Plan& p) { return p.view().header.logits; })
       .def_property_readonly("decode_tokens",
                              [](const Plan& p) { return p.view().header.decode_tokens; })
+      .def_property_readonly("prefill_room",
+                             [](const Plan& p) { return p.view().header.prefill_room; })
       .def_property_readonly("token_ids", view(&StepPlanView::token_ids))
       .def_property_readonly("positions", view(&StepPlanView::positions))
       .def_property_readonly("rows", view(&StepPlanView::rows))
@@ -280,9 +290,12 @@ void bind_engine(py::module_& module) {
       .def(py::init(&make_engine), py::kw_only(), py::arg("blocks"), py::arg("slots_per_block"),
            py::arg("context_tokens"), py::arg("token_budget"), py::arg("sequences_max"),
            py::arg("end_of_text"), py::arg("aging_per_priority") = 5'000'000'000,
-           py::arg("overtakes_max") = 16, py::arg("preemptions_max") = 3, py::arg("now"))
+           py::arg("overtakes_max") = 16, py::arg("preemptions_max") = 3,
+           py::arg("step_time_max") = 0, py::arg("step_stretch") = 0, py::arg("now"))
       .def("plan", &plan_step, py::arg("now"), py::arg("arrivals").none(true),
            py::arg("end_ids").noconvert(), py::arg("end_reasons").noconvert(),
+           py::arg("pauses").noconvert() = Array<std::uint64_t>(0),
+           py::arg("resumes").noconvert() = Array<std::uint64_t>(0),
            "(Plan, Report) of the next step; a plan of no tokens if there is nothing to do.")
       .def(
           "commit",

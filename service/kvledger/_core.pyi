@@ -95,6 +95,8 @@ class Plan:
     @property
     def decode_tokens(self) -> int: ...
     @property
+    def prefill_room(self) -> int: ...
+    @property
     def token_ids(self) -> npt.NDArray[np.int32]: ...
     @property
     def positions(self) -> npt.NDArray[np.int32]: ...
@@ -159,6 +161,8 @@ class Engine:
         aging_per_priority: int = ...,
         overtakes_max: int = ...,
         preemptions_max: int = ...,
+        step_time_max: int = ...,
+        step_stretch: int = ...,
         now: int,
     ) -> None: ...
     def plan(
@@ -167,6 +171,8 @@ class Engine:
         arrivals: Arrivals | None,
         end_ids: npt.NDArray[np.uint64],
         end_reasons: npt.NDArray[np.uint8],
+        pauses: npt.NDArray[np.uint64] = ...,
+        resumes: npt.NDArray[np.uint64] = ...,
     ) -> tuple[Plan, Report]: ...
     def commit(
         self, step: int, tokens: npt.NDArray[np.int32], offsets: npt.NDArray[np.int32], now: int

@@ -20,7 +20,7 @@ from kvledger.engine import EndReason, Engine, Job
 from kvledger.errors import QueueFull, ServerDraining
 from kvledger.limits import check_prompt_fits
 from kvledger.sampling import SamplingParameters
-from kvledger.streams import Mailbox, Receipt, Streams
+from kvledger.streams import Mailbox, MailboxLimits, Receipt, Streams
 
 _log = structlog.get_logger(__name__)
 
@@ -57,25 +57,49 @@ class _Entry:
     tenant: str
 
 
+class _EngineFlow:
+    """The engine as what a full mailbox asks to wait."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def pause(self, sequence: int) -> None:
+        self._engine.pause(sequence)
+
+    def resume(self, sequence: int) -> None:
+        self._engine.resume(sequence)
+
+    def give_up(self, sequence: int) -> None:
+        self._engine.end(sequence, EndReason.CANCELLED)
+
+
 class Admission:
     """Takes requests in and writes one line in the log when each has ended."""
 
-    def __init__(self, engine: Engine, context_tokens: int, queued_max: int) -> None:
+    def __init__(
+        self, engine: Engine, context_tokens: int, queued_max: int, mailboxes: MailboxLimits
+    ) -> None:
         """`context_tokens` is the model's context window, `queued_max` the most that may wait."""
         self._engine = engine
         self._context_tokens = context_tokens
         self._queued_max = queued_max
+        self._mailboxes = mailboxes
         self._sequences = itertools.count(1)
         self._entries: dict[int, _Entry] = {}
         self._draining = False
         self._finish_interval = 1.0  # seconds from one receipt to the next, smoothed
         self._last_finish = time.monotonic()
-        self.streams = Streams(self._on_end)
+        self.streams = Streams(mailboxes, _EngineFlow(engine), self._on_end)
 
     @property
     def open_requests(self) -> Mapping[int, object]:
         """Requests without a receipt yet, by sequence."""
         return self._entries
+
+    @property
+    def stall_seconds(self) -> float:
+        """How long a reader may leave a full mailbox alone."""
+        return self._mailboxes.stall_seconds
 
     def drain(self) -> None:
         """Refuses everything from now on."""
@@ -157,4 +181,5 @@ class Admission:
             queued_ms=round(receipt.queued / 1e6, 3),
             prefill_ms=round(receipt.prefill / 1e6, 3),
             decode_ms=round(receipt.decode / 1e6, 3),
+            stalled_ms=round(receipt.paused / 1e6, 3),
         )

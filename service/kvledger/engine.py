@@ -86,11 +86,15 @@ def make_core(
     sequences_max: int,
     end_of_text: Collection[int],
     priority_aging: float,
+    tpot_target: float | None,
+    step_stretch: float,
 ) -> CoreEngine:
     """Scheduler, pool and ledger for one model.
 
-    `priority_aging` is the seconds of waiting that one level of priority is worth; the other
-    arguments are counts of blocks and tokens, and the ids that end a text.
+    `priority_aging` is the seconds of waiting that one level of priority is worth; `tpot_target`
+    (seconds) and `step_stretch` (times the step of decoding alone, 0 for no limit) say how long a
+    step may become by prompts; the others are counts of blocks and tokens, and the ids that end a
+    text.
     """
     return CoreEngine(
         blocks=blocks,
@@ -100,6 +104,8 @@ def make_core(
         sequences_max=sequences_max,
         end_of_text=sorted(end_of_text),
         aging_per_priority=round(priority_aging * 1e9),
+        step_time_max=round((tpot_target or 0.0) * 1e9),
+        step_stretch=round(step_stretch * 1000),
         now=time.monotonic_ns(),
     )
 
@@ -124,6 +130,7 @@ class Engine:
         self._wakeup = threading.Condition()
         self._arrivals: list[Job] = []
         self._ends: list[tuple[int, EndReason]] = []
+        self._pauses: dict[int, bool] = {}  # what was asked last, by sequence
         self._stopping = False
         self._sampling: dict[int, SamplingParameters] = {}
         self._last_beat = time.monotonic()
@@ -173,6 +180,18 @@ class Engine:
             self._ends.append((sequence, reason))
             self._wakeup.notify()
 
+    def pause(self, sequence: int) -> None:
+        """Leaves a sequence out of steps from now on; its blocks are the first to be taken."""
+        with self._wakeup:
+            self._pauses[sequence] = True
+            self._wakeup.notify()
+
+    def resume(self, sequence: int) -> None:
+        """Takes a paused sequence into steps again."""
+        with self._wakeup:
+            self._pauses[sequence] = False
+            self._wakeup.notify()
+
     def _run(self) -> None:
         try:
             while not self._stopping:
@@ -190,7 +209,7 @@ class Engine:
 
     def _sleep(self) -> None:
         with self._wakeup:
-            if not (self._arrivals or self._ends or self._stopping):
+            if not (self._arrivals or self._ends or self._pauses or self._stopping):
                 self._wakeup.wait(_IDLE_SECONDS)
 
     def _step(self) -> bool:
@@ -198,7 +217,10 @@ class Engine:
         arrivals, ends = self._take_inbox()
         ids = np.array([sequence for sequence, _ in ends], dtype=np.uint64)
         reasons = np.array([reason for _, reason in ends], dtype=np.uint8)
-        plan, report = self._core.plan(time.monotonic_ns(), _as_arrays(arrivals), ids, reasons)
+        pauses, resumes = self._take_pauses()
+        plan, report = self._core.plan(
+            time.monotonic_ns(), _as_arrays(arrivals), ids, reasons, pauses, resumes
+        )
         for admission in report.admissions:
             sequence = int(admission["sequence"])
             self._sampler.assign(int(admission["row"]), self._sampling[sequence])
@@ -231,6 +253,13 @@ class Engine:
         for job in arrivals:
             self._sampling[job.sequence] = job.sampling
         return arrivals, ends
+
+    def _take_pauses(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
+        with self._wakeup:
+            asked, self._pauses = self._pauses, {}
+        pauses = [sequence for sequence, paused in asked.items() if paused]
+        resumes = [sequence for sequence, paused in asked.items() if not paused]
+        return np.array(pauses, dtype=np.uint64), np.array(resumes, dtype=np.uint64)
 
     def _compute(self, plan: _core.Plan) -> npt.NDArray[np.int32]:
         logits = self._model.forward(plan, self._beat)

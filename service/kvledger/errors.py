@@ -63,6 +63,15 @@ class QueueTimeout(Exception):
         self.retry_after_seconds = retry_after_seconds
 
 
+class ReaderStalled(Exception):
+    """The caller took none of its tokens for too long."""
+
+    def __init__(self, stalled_seconds: float) -> None:
+        super().__init__(
+            f"tokens were left unread for {stalled_seconds:g} s; read the stream as it comes"
+        )
+
+
 class ServerDraining(Exception):
     """The server finishes what it has and takes nothing new."""
 

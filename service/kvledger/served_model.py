@@ -90,6 +90,8 @@ def load(settings: Settings, say: Callable[[str], None] = lambda line: None) -> 
         sequences_max=settings.sequences_max,
         end_of_text=tokenizer.eos_ids,
         priority_aging=settings.priority_aging,
+        tpot_target=settings.tpot_target,
+        step_stretch=settings.step_stretch,
     )
     llama = Llama(config, weights, ops, memory, settings.token_budget, core.sequence_tokens_max)
     model = ServedModel(

@@ -33,6 +33,7 @@ from kvledger.rpc.undecodable import UndecodableRefused
 from kvledger.sampling import Sampler
 from kvledger.served_model import ServedModel
 from kvledger.settings import Settings
+from kvledger.streams import MailboxLimits
 from kvledger.v1 import generation_pb2, generation_pb2_grpc, models_pb2, models_pb2_grpc
 
 _log = structlog.get_logger(__name__)
@@ -51,6 +52,8 @@ _OPTIONS = (
     ("grpc.max_metadata_size", METADATA_BYTES_MAX),
     ("grpc.absolute_max_metadata_size", METADATA_BYTES_MAX),
     ("grpc.max_concurrent_streams", 4096),
+    # What a reader leaves lying belongs into its mailbox, which counts it, not into gRPC's buffer.
+    ("grpc.http2.write_buffer_size", 1024),
     # Two servers on one port would share its connections without a word.
     ("grpc.so_reuseport", 0),
     # A client that vanished is noticed within 40 s; one that pings every 10 s is welcome.
@@ -82,7 +85,12 @@ class Server:
         self._loop: asyncio.AbstractEventLoop | None = None
         sampler = Sampler(settings.sequences_max)
         self._engine = Engine(model.core, model.llama, sampler, self._publish, self._engine_died)
-        self._admission = Admission(self._engine, model.config.context_tokens, settings.max_queued)
+        self._admission = Admission(
+            self._engine,
+            model.config.context_tokens,
+            settings.max_queued,
+            MailboxLimits(settings.mailbox_tokens, settings.stall_timeout),
+        )
         self._prompts = PromptEncoder(model.tokenizer, settings.max_queued)
         self._health = health.aio.HealthServicer()
         self._stop_requested = asyncio.Event()

@@ -81,6 +81,32 @@ class Settings(BaseSettings):
         le=1 << 16,
         description="most sequences running at once; default: 64, or the token budget if less",
     )
+    tpot_target: float | None = Field(
+        None,
+        gt=0.0,
+        le=60.0,
+        description="seconds that a step may take while somebody decodes: prompts are computed in "
+        "chunks that fit; default: no target, only --step-stretch",
+    )
+    step_stretch: float = Field(
+        3.0,
+        ge=0.0,
+        le=1000.0,
+        description="how many times longer a step with prompt tokens may take than decoding alone "
+        "would; 0 is no limit",
+    )
+    mailbox_tokens: int = Field(
+        256,
+        ge=1,
+        le=1 << 20,
+        description="tokens that wait for a slow reader before its sequence pauses",
+    )
+    stall_timeout: float = Field(
+        30.0,
+        gt=0.0,
+        le=3600.0,
+        description="seconds that a sequence pauses for its reader before it ends",
+    )
     max_queued: int = Field(
         256, ge=1, le=1 << 20, description="most requests waiting; one more is refused"
     )

@@ -2,7 +2,8 @@
 
 The engine publishes one outcome per crossing; the event loop sorts it into one mailbox per request.
 A mailbox holds what its reader has not fetched yet, so a reader that is behind gets more tokens at
-once: deltas coalesce by themselves. It never holds more than the request's own output.
+once: deltas coalesce by themselves. When a mailbox is full its sequence pauses, and goes on once
+the reader has fetched; a reader that fetches nothing for too long is given up.
 
 Every request has one entry from `open` until its receipt, whether or not anybody still listens, and
 each receipt is told exactly once.
@@ -13,6 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from kvledger.engine import EndReason, StepOutcome
 
@@ -35,6 +37,7 @@ class Receipt:
     held_nanos: int
     reserved_seconds: int
     reserved_nanos: int
+    paused: int = 0
 
 
 @dataclass
@@ -55,19 +58,59 @@ class Mail:
         return self.receipt is not None or self.refused
 
 
+class Flow(Protocol):
+    """Who makes tokens, and can be asked to wait."""
+
+    def pause(self, sequence: int) -> None:
+        """No more tokens for now."""
+
+    def resume(self, sequence: int) -> None:
+        """Go on."""
+
+    def give_up(self, sequence: int) -> None:
+        """Nobody will fetch them."""
+
+
+@dataclass(frozen=True)
+class MailboxLimits:
+    """How far a reader may be behind."""
+
+    tokens: int  # before its sequence pauses
+    stall_seconds: float  # before it is given up
+
+
 class Mailbox:
     """The reader's end of one request."""
 
-    def __init__(self) -> None:
+    def __init__(self, sequence: int, limits: MailboxLimits, flow: Flow) -> None:
+        self._sequence = sequence
+        self._limits = limits
+        self._flow = flow
         self._mail = Mail()
         self._something = asyncio.Event()
+        self._stall: asyncio.TimerHandle | None = None  # while the sequence pauses
+        self.gave_up = False
 
     async def next(self) -> Mail:
         """Waits until there is something, and takes all of it."""
         await self._something.wait()
         self._something.clear()
         mail, self._mail = self._mail, Mail()
+        if self._stall is not None:
+            self._end_stall()
+            if not mail.is_last:
+                self._flow.resume(self._sequence)
         return mail
+
+    def _give_up(self) -> None:
+        self._stall = None
+        self.gave_up = True
+        self._flow.give_up(self._sequence)
+
+    def _end_stall(self) -> None:
+        if self._stall is not None:
+            self._stall.cancel()
+            self._stall = None
 
     def admit(self, queued: int) -> None:
         """Puts in that the request was admitted; only the first time counts."""
@@ -79,14 +122,22 @@ class Mailbox:
         """Puts in one token."""
         self._mail.tokens.append(token)
         self._something.set()
+        full = len(self._mail.tokens) >= self._limits.tokens
+        if full and self._stall is None and not self.gave_up:
+            self._flow.pause(self._sequence)
+            self._stall = asyncio.get_running_loop().call_later(
+                self._limits.stall_seconds, self._give_up
+            )
 
     def finish(self, receipt: Receipt) -> None:
         """Puts in the receipt."""
+        self._end_stall()
         self._mail.receipt = receipt
         self._something.set()
 
     def refuse(self) -> None:
         """Puts in that the request will never run."""
+        self._end_stall()
         self._mail.refused = True
         self._something.set()
 
@@ -94,11 +145,15 @@ class Mailbox:
 class Streams:
     """All open requests, by sequence. Belongs to the event loop's thread."""
 
-    def __init__(self, on_end: Callable[[int, Receipt | None], None]) -> None:
+    def __init__(
+        self, limits: MailboxLimits, flow: Flow, on_end: Callable[[int, Receipt | None], None]
+    ) -> None:
         """`on_end` is told each request's sequence and receipt, exactly once.
 
         There is no receipt for a request that the core refused to take.
         """
+        self._limits = limits
+        self._flow = flow
         self._on_end = on_end
         self._mailboxes: dict[int, Mailbox] = {}
         self._waiting: set[int] = set()
@@ -117,7 +172,7 @@ class Streams:
 
     def open(self, sequence: int) -> Mailbox:
         """A mailbox for a new request."""
-        mailbox = Mailbox()
+        mailbox = Mailbox(sequence, self._limits, self._flow)
         self._mailboxes[sequence] = mailbox
         self._waiting.add(sequence)
         self._nobody.clear()

@@ -394,3 +394,59 @@ TEST_CASE("a sequence is taken out once") {
   CHECK_BREAKS(scheduler.remove(sequence));
   CHECK(scheduler.waiting() == 0);
 }
+
+TEST_CASE("a step is kept short while somebody decodes, and long when nobody does") {
+  // If this fails, a long prompt makes every running stream stutter, or waits for nobody.
+  EngineSettings settings = engine_of(2000, 16, 512, 8);
+  settings.scheduler.step_stretch = 3000;
+  EngineDriver driver(settings);
+  constexpr Nanoseconds kMillisecond = 1'000'000;
+  const auto run_step = [&driver] {
+    const StepPlanView& view = driver.plan();
+    const std::int64_t prompt = view.header.tokens - view.header.decode_tokens;
+    driver.now += (10 + view.header.decode_tokens + prompt) * kMillisecond;
+    driver.commit_one_each(view);
+    return prompt;
+  };
+  for (std::uint64_t id = 1; id <= 4; ++id) {
+    driver.accept(id, 4, 1000);
+  }
+  for (int i = 0; i < 50; ++i) {
+    run_step();
+  }
+  driver.accept(5, 3000, 1);
+  std::int64_t longest = 0;
+  std::int64_t computed = 0;
+  std::int64_t steps = 0;
+  while (computed < 3000) {
+    const std::int64_t prompt = run_step();
+    longest = std::max(longest, prompt);
+    computed += prompt;
+    REQUIRE(++steps < 500);
+  }
+  CHECK(longest <= 30);  // decoding takes 14 ms, so 28 are left of three times that
+  CHECK(longest >= 24);
+  const std::vector<std::uint64_t> everybody = {1, 2, 3, 4};
+  driver.end(everybody);
+  driver.accept(6, 3000, 1);
+  CHECK(run_step() == 512);
+}
+
+TEST_CASE("prompts go on even where decoding alone breaks the target") {
+  // If this fails, a target that was set too low starves every prompt.
+  EngineSettings settings = engine_of(2000, 16, 512, 8);
+  settings.scheduler.step_time_max = 1000;
+  settings.scheduler.prefill_least = 16;
+  EngineDriver driver(settings);
+  driver.accept(1, 4, 1000);
+  driver.steps(3);
+  driver.accept(2, 100, 1);
+  std::int64_t steps = 0;
+  for (; driver.receipts.count(2) == 0; ++steps) {
+    const StepPlanView& view = driver.plan();
+    driver.now += 50'000'000;
+    driver.commit_one_each(view);
+  }
+  CHECK(steps >= 5);
+  CHECK(steps <= 7);
+}

@@ -25,7 +25,7 @@ TEST_CASE("records are plain data without gaps") {
   static_assert(sizeof(Preemption) == 16);
   static_assert(sizeof(Refusal) == 24);
   static_assert(sizeof(OutputToken) == 16);
-  static_assert(sizeof(Receipt) == 8 + 2 * 4 + 9 * 8 - 8 + 2 * 8 + 2 * 4 + 8);
+  static_assert(sizeof(Receipt) == 8 + 2 * 4 + 10 * 8 - 8 + 2 * 8 + 2 * 4 + 8);
   CHECK(true);
 }
 

@@ -43,15 +43,19 @@ class RecordingCore:
         self.balances = dict.fromkeys(BLOCK_STATES, 0)
         self.steps: list[tuple[int, int]] = []  # decode tokens and all tokens of each step
         self.audits: list[str] = []
+        self.paused: set[int] = set()
 
     @property
     def sequence_tokens_max(self) -> int:
         return self.core.sequence_tokens_max
 
-    def plan(self, now: int, arrivals: Any, ids: Any, reasons: Any) -> Any:
+    def plan(self, now: int, arrivals: Any, ids: Any, reasons: Any, *pausing: Any) -> Any:
         self.plans += 1
         self.ended += [(self.plans, int(sequence)) for sequence in ids]
-        plan, report = self.core.plan(now, arrivals, ids, reasons)
+        plan, report = self.core.plan(now, arrivals, ids, reasons, *pausing)
+        if pausing:
+            self.paused |= {int(sequence) for sequence in pausing[0]}
+            self.paused -= {int(sequence) for sequence in pausing[1]}
         if plan.tokens:
             self.steps.append((plan.decode_tokens, plan.tokens))
         self._note(report)

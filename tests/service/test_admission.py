@@ -14,8 +14,10 @@ from kvledger.admission import DEV_CALLER, Admission, Caller, Ticket
 from kvledger.engine import EndReason, Job
 from kvledger.errors import InvalidRequest, QueueFull, ServerDraining
 from kvledger.sampling import SamplingParameters
+from kvledger.streams import MailboxLimits
 
 CONTEXT = 100
+MAILBOXES = MailboxLimits(tokens=100, stall_seconds=100.0)
 
 
 class FakeEngine:
@@ -69,7 +71,7 @@ def logger(monkeypatch: pytest.MonkeyPatch) -> CapturingLogger:
 def door(engine: FakeEngine, clock: Clock, logger: CapturingLogger) -> Admission:
     """A door with two places in its queue."""
     del clock, logger
-    return Admission(engine, CONTEXT, queued_max=2)  # type: ignore[arg-type]
+    return Admission(engine, CONTEXT, 2, MAILBOXES)  # type: ignore[arg-type]
 
 
 def enter(door: Admission, tokens: int = 10, max_tokens: int | None = 5) -> Ticket:
@@ -158,7 +160,7 @@ def test_what_can_never_fit_is_refused_at_once(
 
 def test_a_small_pool_is_named_as_the_limit(clock: Clock, logger: CapturingLogger) -> None:
     """The client would be told that the model is too small, and ask for another."""
-    door = Admission(FakeEngine(40), CONTEXT, queued_max=2)  # type: ignore[arg-type]
+    door = Admission(FakeEngine(40), CONTEXT, 2, MAILBOXES)  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest, match=r"at most 39 .* the whole KV pool"):
         enter(door, 40)
     enter(door, 39)

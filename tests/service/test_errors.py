@@ -21,6 +21,7 @@ from kvledger.errors import (
     ModelUnknown,
     QueueFull,
     QueueTimeout,
+    ReaderStalled,
     RequestFailed,
     ServerDraining,
     SettingRefused,
@@ -40,6 +41,7 @@ EXAMPLES: dict[type, tuple[Exception, grpc.StatusCode, str]] = {
     ModelUnknown: (ModelUnknown(), grpc.StatusCode.NOT_FOUND, "MODEL_UNKNOWN"),
     QueueFull: (QueueFull(256, 1.5), grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL"),
     QueueTimeout: (QueueTimeout(2.0, 0.25), grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_TIMEOUT"),
+    ReaderStalled: (ReaderStalled(30.0), grpc.StatusCode.ABORTED, "READER_STALLED"),
     ServerDraining: (ServerDraining(0.1), grpc.StatusCode.UNAVAILABLE, "DRAINING"),
     RequestFailed: (RequestFailed("abc123"), grpc.StatusCode.INTERNAL, "REQUEST_FAILED"),
 }

@@ -13,7 +13,7 @@ from engine_harness import make_core
 from stepping import NO_REASONS, NOBODY
 
 from kvledger.engine import EndReason, StepOutcome
-from kvledger.streams import Mail, Mailbox, Receipt, Streams
+from kvledger.streams import Mail, Mailbox, MailboxLimits, Receipt, Streams
 
 # An empty report of the real core: its arrays say how the made-up ones must look.
 _, EMPTY = make_core().plan(0, None, NOBODY, NO_REASONS)
@@ -60,14 +60,37 @@ class Ends:
         return [sequence for sequence, _ in self.told]
 
 
+class FakeFlow:
+    """What was asked of the engine, in order."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, int]] = []
+        self.gave_up = asyncio.Event()
+
+    def pause(self, sequence: int) -> None:
+        self.asked.append(("pause", sequence))
+
+    def resume(self, sequence: int) -> None:
+        self.asked.append(("resume", sequence))
+
+    def give_up(self, sequence: int) -> None:
+        self.asked.append(("give up", sequence))
+        self.gave_up.set()
+
+
 @pytest.fixture
 def ends() -> Ends:
     return Ends()
 
 
 @pytest.fixture
-def streams(ends: Ends) -> Streams:
-    return Streams(ends)
+def flow() -> FakeFlow:
+    return FakeFlow()
+
+
+@pytest.fixture
+def streams(ends: Ends, flow: FakeFlow) -> Streams:
+    return Streams(MailboxLimits(tokens=1000, stall_seconds=1000.0), flow, ends)
 
 
 def nothing_there(mailbox: Mailbox) -> bool:
@@ -256,7 +279,7 @@ def test_a_receipt_carries_every_number(streams: Streams, ends: Ends) -> None:
 async def test_every_request_ends_once_in_whatever_order(seed: int) -> None:
     """Somewhere among many outcomes a receipt would be lost, or told twice."""
     chance, ends = random.Random(seed), Ends()
-    streams = Streams(ends)
+    streams = Streams(MailboxLimits(1000, 1000.0), FakeFlow(), ends)
     mailboxes = {sequence: streams.open(sequence) for sequence in range(40)}
     open_ones, sent = set(mailboxes), {sequence: [] for sequence in mailboxes}
     while len(open_ones) > 5:
@@ -275,3 +298,64 @@ async def test_every_request_ends_once_in_whatever_order(seed: int) -> None:
         assert mail.is_last
         assert mail.tokens == sent[sequence]
         assert mail.receipt == dict(ends.told)[sequence]
+
+
+def narrow(flow: FakeFlow, ends: Ends, stall_seconds: float = 1000.0) -> Streams:
+    """Mailboxes of three tokens."""
+    return Streams(MailboxLimits(3, stall_seconds), flow, ends)
+
+
+async def test_a_full_mailbox_stops_its_sequence_and_nobody_else(
+    flow: FakeFlow, ends: Ends
+) -> None:
+    """One reader that is behind would fill the memory, or stop the others."""
+    streams = narrow(flow, ends)
+    slow, other = streams.open(1), streams.open(2)
+    streams.deliver(outcome(tokens=[(1, 5), (2, 5), (1, 6)]))
+    assert flow.asked == []
+    streams.deliver(outcome(tokens=[(1, 7), (1, 8)]))
+    assert flow.asked == [("pause", 1)]
+    assert (await other.next()).tokens == [5]
+    assert flow.asked == [("pause", 1)]
+    assert (await slow.next()).tokens == [5, 6, 7, 8]
+    assert flow.asked == [("pause", 1), ("resume", 1)]
+    streams.deliver(outcome(tokens=[(1, 9), (1, 9), (1, 9)]))
+    assert flow.asked[2:] == [("pause", 1)]
+
+
+async def test_a_reader_who_never_comes_is_given_up_once(flow: FakeFlow, ends: Ends) -> None:
+    """Its blocks would be held for ever, or its request ended twice."""
+    streams = narrow(flow, ends, stall_seconds=0.01)
+    mailbox = streams.open(1)
+    streams.deliver(outcome(tokens=[(1, 5), (1, 6), (1, 7)]))
+    await flow.gave_up.wait()
+    assert flow.asked == [("pause", 1), ("give up", 1)]
+    assert mailbox.gave_up
+    streams.deliver(outcome(tokens=[(1, 8)], receipts=[(1, EndReason.CANCELLED)]))
+    mail = await mailbox.next()
+    assert mail.tokens == [5, 6, 7, 8]
+    assert mail.is_last
+    assert flow.asked == [("pause", 1), ("give up", 1)]
+    assert ends.sequences == [1]
+
+
+async def test_a_reader_who_comes_in_time_is_not_given_up(flow: FakeFlow, ends: Ends) -> None:
+    """A timer of an old stall would end a stream that is read."""
+    streams = narrow(flow, ends, stall_seconds=0.02)
+    mailbox = streams.open(1)
+    for _ in range(4):
+        streams.deliver(outcome(tokens=[(1, 5), (1, 6), (1, 7)]))
+        await asyncio.sleep(0.008)
+        await mailbox.next()
+    await asyncio.sleep(0.04)
+    assert ("give up", 1) not in flow.asked
+
+
+async def test_the_end_of_a_request_ends_its_stall(flow: FakeFlow, ends: Ends) -> None:
+    """A request that ended would be ended again, or asked to go on."""
+    streams = narrow(flow, ends, stall_seconds=0.01)
+    mailbox = streams.open(1)
+    streams.deliver(outcome(tokens=[(1, 5), (1, 6), (1, 7)], receipts=[(1, EndReason.LENGTH)]))
+    await asyncio.sleep(0.03)
+    assert (await mailbox.next()).is_last
+    assert flow.asked == [("pause", 1)]

@@ -19,6 +19,9 @@ Case draw_mixed(Random& random) {
   scheduler.token_budget = scheduler.sequences_max + random.between(0, 64);
   scheduler.aging_per_priority = random.between(0, 5'000'000'000);
   scheduler.overtakes_max = random.between(0, 16);
+  scheduler.step_time_max = random.chance(300) ? random.between(1, 100'000'000) : 0;
+  scheduler.step_stretch = random.chance(300) ? random.between(1, 5000) : 0;
+  scheduler.prefill_least = random.between(1, 20);
   drawn.text.seed = random.next();
   drawn.text.vocabulary = static_cast<Token>(random.between(3, 300));
   drawn.started_at = random.between(-1'000'000'000'000, 1'000'000'000'000);
@@ -36,6 +39,7 @@ Case draw_mixed(Random& random) {
   drawn.unusable_logits = random.chance(300) ? 5 : 0;
   drawn.clock_back = random.chance(500) ? random.between(1, 30) : 0;
   drawn.ignore_end_of_text = random.between(0, 1000);
+  drawn.pause = random.chance(500) ? random.between(1, 200) : 0;
   drawn.output_unset = random.between(0, 100);
   drawn.tokens_per_commit_max = random.chance(150) ? 4 : 1;
   return drawn;

@@ -22,6 +22,7 @@ void check_receipt(const Receipt& engine, const Receipt& model) {
   expect_equal("receipt: queued", engine.queued, model.queued);
   expect_equal("receipt: prefill", engine.prefill, model.prefill);
   expect_equal("receipt: decode", engine.decode, model.decode);
+  expect_equal("receipt: paused", engine.paused, model.paused);
   expect_equal("receipt: held seconds", engine.held_seconds, model.held_seconds);
   expect_equal("receipt: held nanos", engine.held_nanos, model.held_nanos);
   expect_equal("receipt: reserved seconds", engine.reserved_seconds, model.reserved_seconds);
@@ -120,6 +121,15 @@ void Model::end(std::span<const std::uint64_t> ids, EndReason reason, const Step
   end_report(report);
 }
 
+void Model::pause(std::span<const std::uint64_t> ids, bool paused, Nanoseconds now) {
+  pass_time(now);
+  for (const std::uint64_t id : ids) {
+    if (live_.contains(id)) {
+      live_[id].paused = paused;
+    }
+  }
+}
+
 void Model::check_books(const Engine& engine) const {
   if (const auto wrong = engine.audit()) {
     throw Violation("audit: " + *wrong);
@@ -189,7 +199,8 @@ void Model::pass_time(Nanoseconds now) {
     const Nanoseconds spent =
         std::max<Nanoseconds>(0, now - std::max(now_, sequence.arrival.arrived_at));
     Receipt& receipt = sequence.receipt;
-    (sequence.phase == Phase::kQueued    ? receipt.queued
+    (sequence.paused                     ? receipt.paused
+     : sequence.phase == Phase::kQueued  ? receipt.queued
      : sequence.phase == Phase::kPrefill ? receipt.prefill
                                          : receipt.decode) += spent;
     sequence.held_time += static_cast<BlockNanoseconds>(sequence.held()) * passed;
@@ -299,7 +310,8 @@ void Model::finish(std::uint64_t id, EndReason reason, const StepReport& report)
   receipt.reserved_nanos = promised.nanos;
   expect(receipts_explained_ < report.receipts.size(), "a sequence ended without a receipt");
   check_receipt(report.receipts[receipts_explained_++], receipt);
-  expect_equal("times from arrival to end", receipt.queued + receipt.prefill + receipt.decode,
+  expect_equal("times from arrival to end",
+               receipt.queued + receipt.prefill + receipt.decode + receipt.paused,
                std::max<Nanoseconds>(0, now_ - sequence.arrival.arrived_at));
   closed_time_[receipt.tenant] += sequence.held_time;
   ++counts_.ends[receipt.end_reason];

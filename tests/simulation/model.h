@@ -48,6 +48,7 @@ struct Modelled {
   std::int64_t passed = 0;  // by others since it last ran
 
   bool ran = false;
+  bool paused = false;
 
   Receipt receipt;  // filled in as things happen
   std::int64_t computed_peak = 0;
@@ -83,6 +84,8 @@ class Model {
   void end(std::span<const std::uint64_t> ids, EndReason reason, const StepReport& report,
            Nanoseconds now);
 
+  void pause(std::span<const std::uint64_t> ids, bool paused, Nanoseconds now);
+
   // Compares every balance and statement; call it when the reports of all calls were handed in.
   void check_books(const Engine& engine) const;
 
@@ -102,6 +105,7 @@ class Model {
     std::uint64_t id = 0;
     std::int32_t row = 0;
     std::int64_t held = 0;
+    bool paused = false;
   };
 
   // model.cc: life, time and books.
@@ -136,6 +140,7 @@ class Model {
   void follow_sequences(const StepPlanView& plan);
   void follow_sequence(const StepPlanView& plan, std::size_t index, std::size_t& logits);
   void check_decode_shares(const StepPlanView& plan, const StepReport& report) const;
+  void check_prefill_room(const StepPlanView& plan) const;
   void check_prefill_shares(std::int64_t budget) const;
 
   const EngineSettings settings_;

@@ -27,7 +27,8 @@ void Model::plan(const StepPlanView& plan, const StepReport& report, Nanoseconds
   follow_sequences(plan);
   check_order(plan, report);
   check_decode_shares(plan, report);
-  check_prefill_shares(settings_.scheduler.token_budget - plan.header.decode_tokens);
+  check_prefill_room(plan);
+  check_prefill_shares(plan.header.prefill_room);
   for (auto& [id, sequence] : live_) {
     sequence.waited_steps += sequence.running() ? 0 : 1;
   }
@@ -41,7 +42,7 @@ void Model::check_preemption_was_needed(const StepReport& report) const {
   }
   std::int64_t wanted = 0;
   for (const auto& [id, sequence] : live_) {
-    if (sequence.phase == Phase::kDecode) {
+    if (sequence.phase == Phase::kDecode && !sequence.paused) {
       wanted += std::max<std::int64_t>(
           0, blocks_for(sequence.token_count()) - sequence.held() - sequence.promised);
     }
@@ -56,7 +57,7 @@ void Model::preempt(const StepReport& report) {
     expect(sequence.running(), "a preempted sequence was not running");
     expect(!is_protected(sequence), "a sequence was preempted once too often");
     expect_equal("computed tokens lost", preemption.computed_tokens, sequence.computed);
-    former_.push_back(Former{preemption.sequence, sequence.row, sequence.held()});
+    former_.push_back(Former{preemption.sequence, sequence.row, sequence.held(), sequence.paused});
     sequence.phase = Phase::kQueued;
     sequence.blocks.clear();
     sequence.promised = 0;
@@ -65,12 +66,16 @@ void Model::preempt(const StepReport& report) {
   }
 }
 
-// The newest goes first: nobody behind a victim keeps running, except who may not be preempted.
+// Who is paused goes first, then the newest: nobody behind a victim keeps running, except who may
+// not be preempted.
 void Model::check_victims(std::span<const std::uint64_t> ran_before) const {
   for (const Former& victim : former_) {
     for (const std::uint64_t id : ran_before) {
       const Modelled& other = live_.at(id);
-      expect(!other.running() || is_protected(other) || before(other, live_.at(victim.id)),
+      expect(victim.paused || !other.running() || is_protected(other) || !other.paused,
+             "a paused sequence was spared");
+      expect(victim.paused || !other.running() || is_protected(other) ||
+                 before(other, live_.at(victim.id)),
              "a sequence behind a victim was spared");
     }
   }
@@ -140,7 +145,10 @@ void Model::follow_sequences(const StepPlanView& plan) {
   expect(running() <= settings_.scheduler.sequences_max, "too many sequences run");
   expect_equal("tokens before the first sequence", plan.query_start[0], 0);
   expect_equal("tokens after the last sequence", plan.query_start.back(), header.tokens);
-  expect(live_.empty() || header.sequences > 0, "nothing planned while sequences are there");
+  const bool held_up = std::any_of(live_.begin(), live_.end(),
+                                   [](const auto& entry) { return entry.second.paused; });
+  expect(live_.empty() || held_up || header.sequences > 0,
+         "nothing planned while sequences are there");
   std::size_t logits = 0;
   for (std::size_t i = 0; i < plan.rows.size(); ++i) {
     follow_sequence(plan, i, logits);
@@ -156,6 +164,7 @@ void Model::follow_sequence(const StepPlanView& plan, std::size_t index, std::si
   const auto last = static_cast<std::size_t>(plan.query_start[index + 1]);
   const auto count = static_cast<std::int64_t>(last - first);
   expect(count >= 1, "a sequence of no tokens");
+  expect(!sequence.paused, "a paused sequence was planned");
   expect(count <= sequence.pending(), "more tokens planned than there are");
   expect_equal("a row planned twice", sequence.planned, 0);
   const bool decodes = static_cast<std::int32_t>(first) < plan.header.decode_tokens;
@@ -198,13 +207,13 @@ void Model::check_order(const StepPlanView& plan, const StepReport& report) {
       let_in.push_back(&sequence);
       room += sequence.held() + sequence.promised;
     }
-    if (is_in || !sequence.running()) {
+    if (is_in || (!sequence.running() && !sequence.paused)) {
       queue.push_back(&sequence);
     }
   }
   std::sort(queue.begin(), queue.end(),
             [](const auto* a, const auto* b) { return before(*a, *b); });
-  if (plan.header.tokens < settings_.scheduler.token_budget) {
+  if (plan.header.tokens - plan.header.decode_tokens < plan.header.prefill_room) {
     check_all_who_fit(queue, room, settings_.scheduler.sequences_max - ran);
   }
   for (Modelled* sequence : queue) {
@@ -249,12 +258,12 @@ void Model::check_decode_shares(const StepPlanView& plan, const StepReport& repo
   std::int64_t planned = 0;
   std::int64_t prompts = 0;
   for (const auto& [id, sequence] : live_) {
-    if (sequence.phase == Phase::kDecode) {
+    if (sequence.phase == Phase::kDecode && !sequence.paused) {
       wanted += sequence.pending();
       planned += sequence.planned;
       expect(sequence.planned > 0, "a running sequence could not decode");
     }
-    prompts += sequence.phase == Phase::kPrefill ? 1 : 0;
+    prompts += sequence.phase == Phase::kPrefill && !sequence.paused ? 1 : 0;
   }
   expect_equal("decode tokens", plan.header.decode_tokens, planned);
   expect(planned == wanted || wanted + prompts > settings_.scheduler.token_budget ||
@@ -262,12 +271,26 @@ void Model::check_decode_shares(const StepPlanView& plan, const StepReport& repo
          "a decode token was left out although all fit");
 }
 
-// `budget` is what decode left.
+// A limit on the step's time may take from what decoding leaves of the token budget, but not all.
+void Model::check_prefill_room(const StepPlanView& plan) const {
+  const SchedulerSettings& limits = settings_.scheduler;
+  const std::int64_t left = limits.token_budget - plan.header.decode_tokens;
+  const bool limited = limits.step_time_max > 0 || limits.step_stretch > 0;
+  if (!limited || plan.header.decode_tokens == 0) {
+    expect_equal("prompt tokens that the step has room for", plan.header.prefill_room, left);
+    return;
+  }
+  expect(plan.header.prefill_room <= left, "more room for prompts than the token budget leaves");
+  expect(plan.header.prefill_room >= std::min(left, limits.prefill_least),
+         "prompts may not starve, however short a step has to be");
+}
+
+// `budget` is what the step had for prompts.
 void Model::check_prefill_shares(std::int64_t budget) const {
   std::vector<const Modelled*> prompts;
   std::int64_t planned = 0;
   for (const auto& [id, sequence] : live_) {
-    if (sequence.phase == Phase::kPrefill) {
+    if (sequence.phase == Phase::kPrefill && !sequence.paused) {
       prompts.push_back(&sequence);
       planned += sequence.planned;
     }

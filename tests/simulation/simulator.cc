@@ -25,6 +25,7 @@ void Outcome::add(const Outcome& other) {
   cancelled_in_prefill += other.cancelled_in_prefill;
   cancelled_in_step += other.cancelled_in_step;
   abandoned += other.abandoned;
+  paused += other.paused;
   commits_of_many += other.commits_of_many;
   counts.computed += other.counts.computed;
   counts.recomputed += other.counts.recomputed;
@@ -54,6 +55,7 @@ Outcome Simulator::run(std::int64_t steps) {
     one_step(false);
   }
   // Nothing new and no cancels from here on: what is there has to end by itself.
+  resume_all();
   const std::int64_t last = outcome_.steps + model_.steps_to_end();
   while (!model_.live().empty()) {
     expect(outcome_.steps < last, "sequences are left after the steps that they may take");
@@ -77,6 +79,7 @@ void Simulator::one_step(bool quiet) {
   if (!quiet) {
     arrive();
     cancel(false);
+    pause();
   }
   const Nanoseconds now = tick();
   const StepPlan& plan = engine_.plan(now);
@@ -101,6 +104,7 @@ void Simulator::run_step(const StepPlan& plan, bool quiet) {
   }
   if (!quiet && random_.chance(case_.cancel_in_step)) {
     cancel(true);
+    pause();
     model_.check_books(engine_);
   }
   const StepId step = plan.view().step;
@@ -193,6 +197,31 @@ void Simulator::cancel(bool in_step) {
   const Nanoseconds now = tick();
   engine_.end(ids, reason, now);
   model_.end(ids, reason, take_report(), now);
+}
+
+void Simulator::pause() {
+  if (random_.chance(case_.pause) && !model_.live().empty()) {
+    const auto& live = model_.live();
+    const std::int64_t skip = random_.between(0, static_cast<std::int64_t>(live.size()) - 1);
+    const std::uint64_t ids[] = {std::next(live.begin(), skip)->first, last_id_ + 1};
+    const Nanoseconds now = tick();
+    outcome_.paused += std::next(live.begin(), skip)->second.paused ? 0 : 1;
+    engine_.pause(ids, now);
+    model_.pause(ids, true, now);
+  }
+  if (random_.chance(case_.pause)) {
+    resume_all();
+  }
+}
+
+void Simulator::resume_all() {
+  std::vector<std::uint64_t> ids;
+  for (const auto& [id, sequence] : model_.live()) {
+    ids.push_back(id);  // who is not paused, too
+  }
+  const Nanoseconds now = tick();
+  engine_.resume(ids, now);
+  model_.pause(ids, false, now);
 }
 
 // Half of the time somebody whose prompt is not computed, or who is about to end.

@@ -54,6 +54,7 @@ struct Case {
   std::int64_t unusable_logits = 0;
   std::int64_t clock_back = 0;
   std::int64_t ignore_end_of_text = 0;
+  std::int64_t pause = 0;         // somebody, and all paused ones go on with the same chance
   std::int64_t output_unset = 0;  // an output limit that never bites
 };
 
@@ -69,6 +70,7 @@ struct Outcome {
   std::int64_t cancelled_in_prefill = 0;  // running, its prompt not computed yet
   std::int64_t cancelled_in_step = 0;
   std::int64_t abandoned = 0;
+  std::int64_t paused = 0;
   std::int64_t commits_of_many = 0;
   ModelCounts counts;
   // Of everything the engine handed out: equal for equal runs.
@@ -93,6 +95,8 @@ class Simulator {
   void one_step(bool quiet);
   void arrive();
   void cancel(bool in_step);
+  void pause();
+  void resume_all();
   std::uint64_t choose_victim();
   void run_step(const StepPlan& plan, bool quiet);
   std::vector<Token> make_tokens(std::uint64_t digest, bool quiet);

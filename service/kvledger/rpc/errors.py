@@ -22,6 +22,7 @@ from kvledger.errors import (
     ModelUnknown,
     QueueFull,
     QueueTimeout,
+    ReaderStalled,
     RequestFailed,
     ServerDraining,
 )
@@ -82,6 +83,7 @@ _TABLE: dict[type, _Row] = {
         lambda error: _quota_failure(f"no room within {error.waited_seconds:.3f} s"),
         lambda error: error.retry_after_seconds,
     ),
+    ReaderStalled: _Row(grpc.StatusCode.ABORTED, "READER_STALLED"),
     ServerDraining: _Row(
         grpc.StatusCode.UNAVAILABLE,
         "DRAINING",

@@ -11,7 +11,13 @@ import grpc
 
 from kvledger.admission import DEV_CALLER, Admission, Ticket
 from kvledger.engine import EndReason, Engine
-from kvledger.errors import ModelUnknown, QueueTimeout, RequestFailed, ServerDraining
+from kvledger.errors import (
+    ModelUnknown,
+    QueueTimeout,
+    ReaderStalled,
+    RequestFailed,
+    ServerDraining,
+)
 from kvledger.limits import check_generate
 from kvledger.rpc.errors import Metadata, abort
 from kvledger.rpc.prompts import PromptEncoder
@@ -208,6 +214,8 @@ class _Stream:
         if self._receipt is None:
             raise RequestFailed(self._ticket.request_id)
         reason = EndReason.STOP if self._output.stopped else self._receipt.end_reason
+        if reason == EndReason.CANCELLED and self._ticket.mailbox.gave_up:
+            raise ReaderStalled(self._admission.stall_seconds)
         if reason == EndReason.CANCELLED:
             # Nobody but a server that stops ends a request whose client still listens.
             raise ServerDraining(self._admission.retry_after)

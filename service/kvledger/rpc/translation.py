@@ -59,6 +59,7 @@ def receipt_message(
         queue_time=duration(receipt.queued),
         prefill_time=duration(receipt.prefill),
         decode_time=duration(receipt.decode),
+        stall_time=duration(receipt.paused),
         kv_format=kv_format,
         block_bytes=block_bytes,
     )

@@ -1,0 +1,108 @@
+#include "core/step_time.h"
+
+#include <algorithm>
+
+namespace kvledger {
+namespace {
+
+// What a sample still counts after the next one: about fifty of them make the fit.
+constexpr double kDecay = 0.98;
+// Rounds over the weights with each sample; they begin where the last ones ended.
+constexpr int kRounds = 8;
+// Keeps a weight where it is while its feature has not been seen.
+constexpr double kLeastProduct = 1e-12;
+// Samples after which an outlier can be told.
+constexpr std::int64_t kTrusted = 8;
+constexpr double kOutlier = 3.0;
+
+// Features of about one: weights of similar size converge together.
+constexpr double kTokens = 1.0 / 16;
+constexpr double kKeys = 1.0 / 16384;
+constexpr double kMilliseconds = 1e-6;
+
+std::array<double, 3> decode_features(std::int64_t tokens, std::int64_t keys) noexcept {
+  return {1.0, static_cast<double>(tokens) * kTokens, static_cast<double>(keys) * kKeys};
+}
+
+std::array<double, 2> prefill_features(std::int64_t tokens, std::int64_t keys) noexcept {
+  return {static_cast<double>(tokens) * kTokens, static_cast<double>(keys) * kKeys};
+}
+
+// A value that is no outlier for what the fit expects.
+template <std::size_t kWeights>
+double tamed(const LeastSquares<kWeights>& fit, const std::array<double, kWeights>& features,
+             double value) noexcept {
+  const double expected = fit.predict(features);
+  return fit.samples() >= kTrusted && expected > 0.0 ? std::min(value, kOutlier * expected) : value;
+}
+
+}  // namespace
+
+template <std::size_t kWeights>
+void LeastSquares<kWeights>::add(const Features& features, double value) noexcept {
+  ++samples_;
+  for (std::size_t i = 0; i < kWeights; ++i) {
+    for (std::size_t j = 0; j < kWeights; ++j) {
+      products_[i][j] = kDecay * products_[i][j] + features[i] * features[j];
+    }
+    values_[i] = kDecay * values_[i] + features[i] * value;
+  }
+  for (int round = 0; round < kRounds; ++round) {
+    for (std::size_t i = 0; i < kWeights; ++i) {
+      if (products_[i][i] < kLeastProduct) {
+        continue;
+      }
+      double rest = values_[i];
+      for (std::size_t j = 0; j < kWeights; ++j) {
+        rest -= j == i ? 0.0 : products_[i][j] * weights_[j];
+      }
+      weights_[i] = std::max(0.0, rest / products_[i][i]);
+    }
+  }
+}
+
+template <std::size_t kWeights>
+double LeastSquares<kWeights>::predict(const Features& features) const noexcept {
+  double sum = 0.0;
+  for (std::size_t i = 0; i < kWeights; ++i) {
+    sum += weights_[i] * features[i];
+  }
+  return sum;
+}
+
+template class LeastSquares<2>;
+template class LeastSquares<3>;
+
+void StepTimeModel::observe(const StepWork& work, Nanoseconds elapsed) noexcept {
+  const double total = static_cast<double>(std::max<Nanoseconds>(0, elapsed)) * kMilliseconds;
+  const auto decode = decode_features(work.decode_tokens, work.decode_keys);
+  if (work.prefill_tokens == 0) {
+    if (work.decode_tokens > 0) {
+      decode_.add(decode, tamed(decode_, decode, total));
+    }
+    return;
+  }
+  largest_chunk_ = std::max(largest_chunk_, work.prefill_tokens);
+  const auto prefill = prefill_features(work.prefill_tokens, work.prefill_keys);
+  const double rest = std::max(0.0, total - decode_.predict(decode));
+  prefill_.add(prefill, tamed(prefill_, prefill, rest));
+}
+
+Nanoseconds StepTimeModel::decode_time(std::int64_t tokens, std::int64_t keys) const noexcept {
+  return static_cast<Nanoseconds>(decode_.predict(decode_features(tokens, keys)) / kMilliseconds);
+}
+
+std::int64_t StepTimeModel::prefill_within(Nanoseconds room, std::int64_t computed,
+                                           std::int64_t most) const noexcept {
+  const double limit = static_cast<double>(room) * kMilliseconds;
+  std::int64_t fits = 0;
+  std::int64_t too_many = std::min(most, 2 * largest_chunk_) + 1;
+  while (too_many - fits > 1) {  // the time grows with the tokens
+    const std::int64_t tokens = fits + (too_many - fits) / 2;
+    const double time = prefill_.predict(prefill_features(tokens, keys_of_chunk(computed, tokens)));
+    (time <= limit ? fits : too_many) = tokens;
+  }
+  return fits;
+}
+
+}  // namespace kvledger

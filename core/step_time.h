@@ -1,0 +1,77 @@
+// How long steps take on this machine with this model, learnt from the steps themselves, so that a
+// prompt's chunk can be chosen to fit into the time that running streams can spare.
+//
+//   decode part   = a + b * decode tokens + c * keys they read
+//   prefill part  = p * prompt tokens + q * keys they read
+//
+// Both are fitted by least squares without negative weights, each from the steps that say something
+// about it, older ones counting less. Two fits instead of one, because minutes of pure decoding
+// must not wear out what is known about prompts. A step that took three times as long as expected
+// counts as three times as long: an interruption by the machine is no news about the model, and a
+// real change shows itself in the next steps too.
+//
+// Only tokens, keys and times go in, no clock: equal calls give equal answers. One thread at a
+// time; no call allocates.
+
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+
+#include "core/types.h"
+
+namespace kvledger {
+
+// What one step computes.
+struct StepWork {
+  std::int64_t decode_tokens = 0;
+  std::int64_t decode_keys = 0;  // summed over its decode tokens
+  std::int64_t prefill_tokens = 0;
+  std::int64_t prefill_keys = 0;
+};
+
+// Keys that a chunk of `tokens` tokens reads behind `computed` others, the chunk's own included.
+constexpr std::int64_t keys_of_chunk(std::int64_t computed, std::int64_t tokens) noexcept {
+  return tokens * computed + tokens * (tokens + 1) / 2;
+}
+
+// Weighted least squares of a few non-negative weights, newest samples first.
+template <std::size_t kWeights>
+class LeastSquares {
+ public:
+  using Features = std::array<double, kWeights>;
+
+  void add(const Features& features, double value) noexcept;
+  double predict(const Features& features) const noexcept;
+  std::int64_t samples() const noexcept { return samples_; }
+
+ private:
+  std::array<Features, kWeights> products_{};  // decayed sums of features times features
+  Features values_{};                          // and of features times value
+  Features weights_{};
+  std::int64_t samples_ = 0;
+};
+
+class StepTimeModel {
+ public:
+  // Learns that a step of `work` took `elapsed`.
+  void observe(const StepWork& work, Nanoseconds elapsed) noexcept;
+
+  // Expected time of the decode part alone; 0 before anything was observed.
+  Nanoseconds decode_time(std::int64_t tokens, std::int64_t keys) const noexcept;
+
+  // Most prompt tokens, up to `most`, that add at most `room` to a step if they follow `computed`
+  // others. Never much more than a chunk that was observed already: what lies beyond is a guess.
+  std::int64_t prefill_within(Nanoseconds room, std::int64_t computed,
+                              std::int64_t most) const noexcept;
+
+ private:
+  static constexpr std::int64_t kFirstChunk = 32;
+
+  LeastSquares<3> decode_;
+  LeastSquares<2> prefill_;
+  std::int64_t largest_chunk_ = kFirstChunk / 2;
+};
+
+}  // namespace kvledger

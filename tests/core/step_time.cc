@@ -1,0 +1,152 @@
+#include "core/step_time.h"
+
+#include <cmath>
+
+#include "tests/check_throws.h"
+
+using namespace kvledger;
+
+namespace {
+
+constexpr Nanoseconds kMicrosecond = 1000;
+constexpr Nanoseconds kMillisecond = 1'000'000;
+
+// A machine whose steps take exactly what the model assumes.
+struct Machine {
+  Nanoseconds step = 2 * kMillisecond;
+  Nanoseconds decode_token = 500 * kMicrosecond;
+  Nanoseconds prefill_token = kMillisecond;
+  Nanoseconds thousand_keys = 100 * kMicrosecond;
+
+  Nanoseconds time(const StepWork& work) const {
+    return step + work.decode_tokens * decode_token + work.prefill_tokens * prefill_token +
+           (work.decode_keys + work.prefill_keys) * thousand_keys / 1000;
+  }
+};
+
+StepWork decoding(std::int64_t tokens, std::int64_t context) {
+  return StepWork{tokens, tokens * context, 0, 0};
+}
+
+StepWork with_prompt(StepWork work, std::int64_t computed, std::int64_t tokens) {
+  work.prefill_tokens = tokens;
+  work.prefill_keys = keys_of_chunk(computed, tokens);
+  return work;
+}
+
+// What a server sees: some decoding, then prompts of growing position beside it.
+void teach(StepTimeModel& model, const Machine& machine) {
+  for (int i = 0; i < 200; ++i) {
+    const StepWork work = decoding(1 + i % 16, 100 + 37 * (i % 23));
+    model.observe(work, machine.time(work));
+  }
+  for (int i = 0; i < 100; ++i) {
+    const StepWork work =
+        with_prompt(decoding(1 + i % 16, 300), 64 * std::int64_t{i}, 8 + 8 * (i % 9));
+    model.observe(work, machine.time(work));
+  }
+}
+
+bool within(Nanoseconds value, Nanoseconds expected, double share) {
+  return std::abs(static_cast<double>(value - expected)) <= share * static_cast<double>(expected);
+}
+
+}  // namespace
+
+TEST_CASE("the time of decoding is learnt") {
+  // If this fails, steps are limited to something that has nothing to do with this machine.
+  StepTimeModel model;
+  CHECK(model.decode_time(8, 8000) == 0);
+  const Machine machine;
+  teach(model, machine);
+  for (const std::int64_t tokens : {1, 4, 16, 32}) {
+    for (const std::int64_t context : {100, 1000, 4000}) {
+      const StepWork work = decoding(tokens, context);
+      CHECK(
+          within(model.decode_time(work.decode_tokens, work.decode_keys), machine.time(work), 0.1));
+    }
+  }
+}
+
+TEST_CASE("the chosen chunk fills the room and does not break it") {
+  // If this fails, streams stutter behind prompts, or prompts wait although there is time.
+  StepTimeModel model;
+  const Machine machine;
+  teach(model, machine);
+  for (const std::int64_t computed : {0, 500, 4000}) {
+    for (const Nanoseconds room : {10 * kMillisecond, 40 * kMillisecond, 90 * kMillisecond}) {
+      const std::int64_t chosen = model.prefill_within(room, computed, 4096);
+      const StepWork work = with_prompt(StepWork{}, computed, chosen);
+      CHECK(within(machine.time(work) - machine.step, room, 0.15));
+    }
+  }
+}
+
+TEST_CASE("a chunk grows only from what was seen") {
+  // If this fails, the first prompt that meets running streams stops them for as long as it likes.
+  StepTimeModel model;
+  CHECK(model.prefill_within(1000 * kMillisecond, 0, 4096) == 32);
+  const Machine machine;
+  std::int64_t chunk = 32;
+  for (int i = 0; i < 5; ++i) {
+    const StepWork work = with_prompt(StepWork{}, 0, chunk);
+    model.observe(work, machine.time(work));
+    const std::int64_t next = model.prefill_within(1'000'000 * kMillisecond, 0, 4096);
+    CHECK(next == 2 * chunk);
+    chunk = next;
+  }
+  CHECK(model.prefill_within(1'000'000 * kMillisecond, 0, 100) == 100);
+}
+
+TEST_CASE("without room there is no chunk") {
+  // If this fails, a limit that decoding alone breaks is broken further.
+  StepTimeModel model;
+  teach(model, Machine{});
+  CHECK(model.prefill_within(0, 0, 4096) == 0);
+  CHECK(model.prefill_within(-kMillisecond, 0, 4096) == 0);
+}
+
+TEST_CASE("an interruption is forgotten, a slower machine is noticed") {
+  // If this fails, one hiccup shrinks prompts for minutes, or a busy machine breaks every target.
+  StepTimeModel model;
+  Machine machine;
+  teach(model, machine);
+  const StepWork work = decoding(8, 500);
+  const Nanoseconds before = model.decode_time(work.decode_tokens, work.decode_keys);
+  model.observe(work, 100 * machine.time(work));
+  for (int i = 0; i < 50; ++i) {
+    model.observe(work, machine.time(work));
+  }
+  CHECK(within(model.decode_time(work.decode_tokens, work.decode_keys), before, 0.1));
+  for (int i = 0; i < 100; ++i) {
+    model.observe(work, 3 * machine.time(work));
+  }
+  CHECK(within(model.decode_time(work.decode_tokens, work.decode_keys), 3 * before, 0.15));
+}
+
+TEST_CASE("long decoding does not wear out what is known about prompts") {
+  // If this fails, the first prompt after a quiet hour meets a model that has forgotten.
+  StepTimeModel model;
+  const Machine machine;
+  teach(model, machine);
+  const std::int64_t before = model.prefill_within(50 * kMillisecond, 1000, 4096);
+  const StepWork work = decoding(8, 500);
+  for (int i = 0; i < 5000; ++i) {
+    model.observe(work, machine.time(work));
+  }
+  const std::int64_t after = model.prefill_within(50 * kMillisecond, 1000, 4096);
+  CHECK(std::abs(after - before) <= 2);
+}
+
+TEST_CASE("times that make no sense leave the model usable") {
+  // If this fails, a clock that stood still makes chunks infinite or negative.
+  StepTimeModel model;
+  for (int i = 0; i < 100; ++i) {
+    model.observe(with_prompt(decoding(4, 100), 0, 16), i % 2 == 0 ? 0 : -5 * kMillisecond);
+    model.observe(StepWork{}, kMillisecond);
+  }
+  CHECK(model.decode_time(4, 400) == 0);
+  const std::int64_t chosen = model.prefill_within(kMillisecond, 0, 64);
+  CHECK(chosen >= 0);
+  CHECK(chosen <= 64);
+}

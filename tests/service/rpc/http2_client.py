@@ -1,0 +1,80 @@
+"""A gRPC client of bare HTTP/2 frames, which decides itself how much it lets the server send."""
+
+from __future__ import annotations
+
+import asyncio
+
+import h2.config
+import h2.connection
+import h2.events
+import h2.settings
+
+from kvledger.v1 import generation_pb2 as pb
+
+_PATH = "/kvledger.v1.GenerationService/Generate"
+
+
+class Http2Client:
+    """One connection with one call; its stream's window is closed until `open_window`."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+        config = h2.config.H2Configuration(client_side=True, header_encoding="utf-8")
+        self._http2 = h2.connection.H2Connection(config)
+        self.data = b""
+        self.trailers: dict[str, str] = {}
+        self.reset: int | None = None
+        self._stream = 1
+
+    @classmethod
+    async def call(cls, address: str, request: pb.GenerateRequest) -> Http2Client:
+        """Sends a request and reads nothing of the answer."""
+        host, _, port = address.rpartition(":")
+        client = cls(*await asyncio.open_connection(host, int(port)))
+        http2 = client._http2
+        http2.local_settings = h2.settings.Settings(
+            client=True, initial_values={h2.settings.SettingCodes.INITIAL_WINDOW_SIZE: 0}
+        )
+        http2.initiate_connection()
+        headers = [
+            *((":method", "POST"), (":scheme", "http"), (":path", _PATH), (":authority", "test")),
+            *(("content-type", "application/grpc"), ("te", "trailers")),
+        ]
+        http2.send_headers(client._stream, headers)
+        body = request.SerializeToString()
+        frame = b"\0" + len(body).to_bytes(4, "big") + body
+        http2.send_data(client._stream, frame, end_stream=True)
+        await client._flush()
+        return client
+
+    async def open_window(self, size: int) -> None:
+        """Lets the server send so many more bytes."""
+        self._http2.increment_flow_control_window(size, stream_id=self._stream)
+        await self._flush()
+
+    async def read_until_closed(self) -> None:
+        """Takes everything until the stream ends."""
+        while not self.trailers and self.reset is None:
+            received = await self._reader.read(65536)
+            if not received:
+                return
+            for event in self._http2.receive_data(received):
+                self._take(event)
+            await self._flush()
+
+    async def close(self) -> None:
+        """Goes away."""
+        self._writer.close()
+
+    def _take(self, event: h2.events.Event) -> None:
+        if isinstance(event, h2.events.DataReceived):
+            self.data += event.data or b""
+        elif isinstance(event, h2.events.TrailersReceived):
+            self.trailers = dict(event.headers or ())  # type: ignore[arg-type]
+        elif isinstance(event, h2.events.StreamReset):
+            self.reset = event.error_code
+
+    async def _flush(self) -> None:
+        self._writer.write(self._http2.data_to_send())
+        await self._writer.drain()
