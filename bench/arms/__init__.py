@@ -1,0 +1,1 @@
+"""The servers that bench.serve and bench.peers send their load to: one module each."""
