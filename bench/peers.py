@@ -1,6 +1,6 @@
 """kvledger beside other servers: same model, same prompts, same processors, in turn in one run.
 
-    python -m bench.peers setup llama.cpp vllm openvino        (once; each takes 5 to 20 minutes)
+    python -m bench.peers setup llama.cpp vllm openvino        (once; each takes 5 to 50 minutes)
     python -m bench.peers run [llama.cpp vllm openvino] [--scenarios one eight ...] [--lengths CSV]
                               [--repeats 3] [--threads 2] [--json FILE]
 
@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import math
-import os
 import statistics
 import sys
 import time
@@ -30,7 +29,9 @@ from bench.arms.arm import Arm, ArmSettings, NotRun, default_cache, default_core
 from bench.arms.kvledger import Kvledger, KvledgerBf16, KvledgerClient
 from bench.arms.llama_cpp import LlamaCpp
 from bench.arms.openvino import OpenVino
+from bench.arms.process import run_main
 from bench.arms.vllm import Vllm
+from bench.company import Company, group_seconds
 from bench.load import (
     OK,
     STOPPED,
@@ -173,19 +174,6 @@ def scenarios(lengths: Path | None) -> list[Scenario]:
             Scenario("trace", meaning, loop(lambda words: single_requests(words, drawn), 8))
         )
     return known
-
-
-def group_seconds(group: int) -> float:
-    """Processor time of all processes of a group so far."""
-    ticks = 0
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[2]) == group:
-            ticks += int(fields[11]) + int(fields[12])
-    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 async def start(entry: Entry) -> None:
@@ -380,7 +368,9 @@ async def run(settings: ArmSettings, options: argparse.Namespace) -> int:
             raise NotRun(entries[0].not_run)
         await say_answers(entries, ours.client)
         await say_idle_shares(entries)
+        company = Company(settings.cores, [e.arm.group for e in entries if not e.not_run])
         await run_all(entries, chosen, options.repeats, vocabulary)
+        others = company.sentence()
     except NotRun as error:
         print(f"bench.peers: kvledger does not run: {error}", file=sys.stderr)
         return 1
@@ -391,9 +381,9 @@ async def run(settings: ArmSettings, options: argparse.Namespace) -> int:
     print(f"\nmedians of {options.repeats} repeats; times in ms; ratio: median (least-most)")
     for scenario in chosen:
         print("\n" + scenario_table(scenario, entries))
-    print("\n" + machine.state(_core.CpuKernels(settings.threads)))
+    print(f"\n{machine.state(_core.CpuKernels(settings.threads))}\n{others}")
     if options.json is not None:
-        report.save_json(options.json, as_json(header, settings, entries))
+        report.save_json(options.json, {**as_json(header, settings, entries), "others": others})
         print(f"saved: {options.json}")
     return 0
 
@@ -446,7 +436,7 @@ def main() -> int:
     settings = ArmSettings(default_cache(), model, cores, options.threads)
     if options.action == "setup":
         return set_up(settings, options.peers)
-    return asyncio.run(run(settings, options))
+    return run_main(run(settings, options))
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ class LlamaCpp(Arm):
 
     @classmethod
     def set_up(cls, settings: ArmSettings, say: Say) -> None:
-        """Fetches the source and builds the one program; 10 to 20 minutes on two processors."""
+        """Fetches the source and builds the one program: 25 minutes of processor time."""
         folder = settings.cache / "llama.cpp"
         folder.mkdir(parents=True, exist_ok=True)
         log, source, build = folder / "set_up.log", folder / "source", folder / "build"

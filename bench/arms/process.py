@@ -11,13 +11,29 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from bench.arms.arm import NotRun, Say
 
 # Seconds until a server that was asked to end is ended.
 _LAST_WORDS = 10.0
+
+
+def run_main(program: Coroutine[Any, Any, int]) -> int:
+    """Runs a program to its end; a signal that ends it lets it end its servers first."""
+
+    async def guarded() -> int:
+        task = asyncio.current_task()
+        assert task is not None
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        return await program
+
+    try:
+        return asyncio.run(guarded())
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        return 130
 
 
 def free_port() -> int:

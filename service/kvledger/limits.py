@@ -42,9 +42,17 @@ _TABLE = (
     Limit("sampling.top_p", 0.0, 1.0, ""),
     Limit("sampling.top_k", 0, 2**31 - 1, ""),
     Limit("sampling.min_p", 0.0, 1.0, ""),
+    Limit("sampling.repetition_penalty", 0.0, 10.0, ""),
+    Limit("sampling.presence_penalty", -2.0, 2.0, ""),
+    Limit("sampling.frequency_penalty", -2.0, 2.0, ""),
+    Limit("sampling.logit_bias", 0, 512, "entries"),
+    Limit("sampling.logit_bias.bias", -100.0, 100.0, ""),
     Limit("stop.max_tokens", 1, 2**31 - 1, "tokens"),
     Limit("stop.sequences", 0, 16, "sequences"),
     Limit("stop.sequences.text", 1, 256, "bytes"),
+    Limit("stop.min_tokens", 0, 2**31 - 1, "tokens"),
+    Limit("stop.token_ids", 0, 64, "ids"),
+    Limit("output.top_logprobs", 0, 20, "tokens"),
     Limit("priority", -10, 10, ""),
     Limit("queue_timeout", 0.0, 3600.0, "seconds"),
 )
@@ -111,7 +119,9 @@ def _generate_violations(
         count = list(_counted("token_ids.ids", "token_ids.ids", len(request.token_ids.ids)))
         yield from count or _id_violations("token_ids.ids", request.token_ids.ids, vocabulary)
     yield from _sampling_violations(request.sampling)
-    yield from _stop_violations(request.stop)
+    yield from _bias_violations(request.sampling, vocabulary)
+    yield from _stop_violations(request.stop, vocabulary)
+    yield from _output_violations(request.output)
     yield from _counted("priority", "priority", request.priority)
     if request.HasField("queue_timeout"):
         timeout = request.queue_timeout
@@ -151,17 +161,55 @@ def _chat_violations(chat: generation_pb2.ChatPrompt) -> Iterator[FieldViolation
 
 
 def _sampling_violations(sampling: generation_pb2.SamplingOptions) -> Iterator[FieldViolation]:
-    for name in ("temperature", "top_p", "top_k", "min_p"):
+    for name in (
+        *("temperature", "top_p", "top_k", "min_p"),
+        *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+    ):
         if sampling.HasField(name):
             field = f"sampling.{name}"
             yield from _counted(field, field, getattr(sampling, name))
     if sampling.HasField("top_p") and sampling.top_p == 0.0:
         yield FieldViolation("sampling.top_p", "0 keeps no token; it must be above 0")
+    if sampling.HasField("repetition_penalty") and sampling.repetition_penalty == 0.0:
+        yield FieldViolation(
+            "sampling.repetition_penalty", "0 divides by nothing; it must be above 0, 1 is off"
+        )
 
 
-def _stop_violations(stop: generation_pb2.StopOptions) -> Iterator[FieldViolation]:
+def _bias_violations(
+    sampling: generation_pb2.SamplingOptions, vocabulary: int
+) -> Iterator[FieldViolation]:
+    name = "sampling.logit_bias"
+    count = list(_counted(name, name, len(sampling.logit_bias)))
+    if count:
+        yield from count
+        return
+    ids = [entry.token_id for entry in sampling.logit_bias]
+    yield from _id_violations(name, ids, vocabulary, ".token_id")
+    for index, entry in enumerate(sampling.logit_bias):
+        yield from _counted(f"{name}[{index}].bias", f"{name}.bias", entry.bias)
+    seen: set[int] = set()
+    for index, token in enumerate(ids):
+        if token in seen:
+            yield FieldViolation(
+                f"{name}[{index}].token_id", f"{token} has a bias already; give one a token"
+            )
+            return
+        seen.add(token)
+
+
+def _stop_violations(stop: generation_pb2.StopOptions, vocabulary: int) -> Iterator[FieldViolation]:
     if stop.HasField("max_tokens"):
         yield from _counted("stop.max_tokens", "stop.max_tokens", stop.max_tokens)
+        if stop.min_tokens > stop.max_tokens:
+            yield FieldViolation(
+                "stop.min_tokens",
+                f"{stop.min_tokens} tokens, at most stop.max_tokens, {stop.max_tokens}",
+            )
+    else:
+        yield from _counted("stop.min_tokens", "stop.min_tokens", stop.min_tokens)
+    count = list(_counted("stop.token_ids", "stop.token_ids", len(stop.token_ids)))
+    yield from count or _id_violations("stop.token_ids", stop.token_ids, vocabulary)
     count = list(_counted("stop.sequences", "stop.sequences", len(stop.sequences)))
     if count:
         yield from count
@@ -170,11 +218,25 @@ def _stop_violations(stop: generation_pb2.StopOptions) -> Iterator[FieldViolatio
         yield from _counted(f"stop.sequences[{index}]", "stop.sequences.text", len(text.encode()))
 
 
-def _id_violations(field: str, ids: Iterable[int], vocabulary: int) -> Iterator[FieldViolation]:
+def _output_violations(output: generation_pb2.OutputOptions) -> Iterator[FieldViolation]:
+    if output.HasField("top_logprobs"):
+        yield from _counted("output.top_logprobs", "output.top_logprobs", output.top_logprobs)
+        if output.final_only:
+            # All of a long output's would be larger than any message.
+            yield FieldViolation(
+                "output.top_logprobs", "comes with deltas; output.final_only sends none"
+            )
+
+
+def _id_violations(
+    field: str, ids: Iterable[int], vocabulary: int, inside: str = ""
+) -> Iterator[FieldViolation]:
+    """`inside` is where an id stands in its entry of the list."""
     for index, token in enumerate(ids):
         if token >= vocabulary:
             yield FieldViolation(
-                f"{field}[{index}]", f"{token} is outside the vocabulary of {vocabulary} tokens"
+                f"{field}[{index}]{inside}",
+                f"{token} is outside the vocabulary of {vocabulary} tokens",
             )
             return  # one is enough: there may be many
 

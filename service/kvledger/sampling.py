@@ -1,17 +1,25 @@
 """Choosing tokens from logits, for all sequences of a step in one vectorized call.
 
-The order is temperature, top_k, top_p, min_p. Randomness is counter-based: the number drawn for a
+What a request's options change in its logits comes first (logit_changes.py); then the order is
+temperature, top_k, top_p, min_p. Randomness is counter-based: the number drawn for a
 token depends on the request's seed and on the token's position, on nothing else, so a preempted
 sequence goes on as if nothing had happened and neighbours do not matter.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import structlog
 import torch
+
+from kvledger.logit_changes import ChangeOptions, LogitChanges, change_logits
+from kvledger.logprobs import TokenLogprobs, token_logprobs
+
+_log = structlog.get_logger(__name__)
 
 # Dividing logits by less than this would only amplify rounding: it is greedy.
 TEMPERATURE_FLOOR = 0.01
@@ -32,11 +40,23 @@ class SamplingParameters:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0
+    changes: ChangeOptions = field(default_factory=ChangeOptions)
+    # How many of the likeliest tokens to tell with each token; None tells nothing.
+    top_logprobs: int | None = None
 
     @property
     def greedy(self) -> bool:
         """Whether the most likely token is always taken."""
         return self.temperature < TEMPERATURE_FLOOR
+
+
+class Drawn(NamedTuple):
+    """What was chosen in a step."""
+
+    # int32 [n]; UNUSABLE where a row's largest logit is not finite, or choosing failed.
+    tokens: npt.NDArray[np.int32]
+    # By place in `tokens`, for the rows that asked.
+    logprobs: dict[int, TokenLogprobs]
 
 
 class Sampler:
@@ -49,14 +69,43 @@ class Sampler:
         self._top_p = np.ones(rows, dtype=np.float32)
         self._min_p = np.zeros(rows, dtype=np.float32)
         self._seed = np.zeros(rows, dtype=np.uint64)
+        self._top_logprobs = np.full(rows, -1, dtype=np.int32)
+        # Who has changes, twice: a step in which nobody has any looks at no object.
+        self._has_changes = np.zeros(rows, dtype=np.bool_)
+        self._changes: dict[int, LogitChanges] = {}
+        self._refused = np.zeros(rows, dtype=np.bool_)
 
-    def assign(self, row: int, parameters: SamplingParameters) -> None:
-        """Sets the parameters of the sequence that now has `row`."""
+    def assign(
+        self, row: int, parameters: SamplingParameters, changes: LogitChanges | None = None
+    ) -> None:
+        """Sets the parameters of the sequence that now has `row`.
+
+        `changes` are those of that sequence, with all it has said before: the sampler tells them
+        each token that it chooses.
+        """
+        self.release(row)
         self._temperature[row] = 0.0 if parameters.greedy else parameters.temperature
         self._top_k[row] = parameters.top_k
         self._top_p[row] = parameters.top_p
         self._min_p[row] = parameters.min_p
         self._seed[row] = parameters.seed
+        if parameters.top_logprobs is not None:
+            self._top_logprobs[row] = parameters.top_logprobs
+        if changes is not None:
+            self._changes[row] = changes
+            self._has_changes[row] = True
+
+    def refuse(self, row: int) -> None:
+        """Makes every token of the sequence that now has `row` UNUSABLE."""
+        self.release(row)
+        self._refused[row] = True
+
+    def release(self, row: int) -> None:
+        """Forgets what belongs to the sequence that had `row`."""
+        self._refused[row] = False
+        self._changes.pop(row, None)
+        self._has_changes[row] = False
+        self._top_logprobs[row] = -1
 
     def sample(
         self,
@@ -64,22 +113,99 @@ class Sampler:
         rows: npt.NDArray[np.int32],
         positions: npt.NDArray[np.int32],
     ) -> npt.NDArray[np.int32]:
-        """Draws one token for each row of logits.
+        """The tokens of `draw` alone."""
+        return self.draw(logits, rows, positions).tokens
 
-        logits: float32 [n, vocabulary]. rows: int32 [n], whose parameters apply. positions: int32
-        [n], of the tokens drawn. Returns int32 [n]; UNUSABLE where a row's largest logit is not
-        finite.
+    def draw(
+        self,
+        logits: torch.Tensor,
+        rows: npt.NDArray[np.int32],
+        positions: npt.NDArray[np.int32],
+    ) -> Drawn:
+        """Draws one token for each row of logits, and tells it to that row's changes.
+
+        logits: float32 [n, vocabulary], left as they are. rows: int32 [n], whose parameters apply.
+        positions: int32 [n], of the tokens drawn.
         """
+        try:
+            drawn = self._choose(logits, rows, positions)
+        except Exception:
+            _log.exception("sampling_failed", sequences=len(rows))
+            drawn = self._choose_one_by_one(logits, rows, positions)
+        self._learn(drawn.tokens, rows)
+        return drawn
+
+    def _choose_one_by_one(
+        self,
+        logits: torch.Tensor,
+        rows: npt.NDArray[np.int32],
+        positions: npt.NDArray[np.int32],
+    ) -> Drawn:
+        """The same tokens, for each depends on its row alone; a row that fails is UNUSABLE."""
+        tokens = np.full(len(rows), UNUSABLE, dtype=np.int32)
+        logprobs: dict[int, TokenLogprobs] = {}
+        for place in range(len(rows)):
+            one = slice(place, place + 1)
+            try:
+                drawn = self._choose(logits[one], rows[one], positions[one])
+            except Exception:  # noqa: S112  # told already, with the whole step
+                continue
+            tokens[place] = drawn.tokens[0]
+            if drawn.logprobs:
+                logprobs[place] = drawn.logprobs[0]
+        return Drawn(tokens, logprobs)
+
+    def _learn(self, tokens: npt.NDArray[np.int32], rows: npt.NDArray[np.int32]) -> None:
+        for place in np.flatnonzero(self._has_changes[rows] & (tokens != UNUSABLE)).tolist():
+            if not self._tell(int(rows[place]), int(tokens[place])):
+                tokens[place] = UNUSABLE  # what it would draw next could be wrong
+
+    def _tell(self, row: int, token: int) -> bool:
+        try:
+            self._changes[row].learn(token)
+        except Exception:
+            _log.exception("sampling_failed", sequences=1)
+            return False
+        return True
+
+    def _choose(
+        self,
+        logits: torch.Tensor,
+        rows: npt.NDArray[np.int32],
+        positions: npt.NDArray[np.int32],
+    ) -> Drawn:
+        """Changes nothing, so it can be tried again."""
         values = logits.numpy()
         chosen: npt.NDArray[np.int32] = values.argmax(axis=1).astype(np.int32)  # NaN comes first
         highest = values[np.arange(len(rows)), chosen]
-        usable = np.isfinite(highest)
+        usable = np.isfinite(highest) & ~self._refused[rows]
+        changed = np.flatnonzero(self._has_changes[rows] & usable)
+        if changed.size:
+            own = values[changed]  # a copy: log-probabilities are the model's
+            change_logits(
+                own, [self._changes[row] for row in rows[changed].tolist()], positions[changed]
+            )
+            chosen[changed] = own.argmax(axis=1)
+            highest[changed] = own.max(axis=1)
+            usable[changed] = np.isfinite(highest[changed])
         drawn = np.flatnonzero((self._temperature[rows] > 0.0) & usable)
         if drawn.size:
-            scores = logits[torch.from_numpy(drawn)] - torch.from_numpy(highest[drawn])[:, None]
+            scores = logits[torch.from_numpy(drawn)]
+            if changed.size:
+                # Both are in rising order, so what they share is in the same order on both sides.
+                both = torch.from_numpy(np.isin(drawn, changed))
+                scores[both] = torch.from_numpy(own[np.isin(changed, drawn)])
+            scores -= torch.from_numpy(highest[drawn])[:, None]
             chosen[drawn] = self._draw(scores, rows[drawn], positions[drawn])
         chosen[~usable] = UNUSABLE
-        return chosen
+        asked = np.flatnonzero((self._top_logprobs[rows] >= 0) & usable)
+        logprobs = {
+            place: token_logprobs(
+                values[place], int(chosen[place]), int(self._top_logprobs[rows[place]])
+            )
+            for place in asked.tolist()
+        }
+        return Drawn(chosen, logprobs)
 
     def _draw(
         self,

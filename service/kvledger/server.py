@@ -23,7 +23,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 from kvledger.admission import Admission
 from kvledger.engine import Engine, StepOutcome
 from kvledger.errors import SettingRefused
-from kvledger.limits import MESSAGE_BYTES_MAX, METADATA_BYTES_MAX
+from kvledger.rpc import connections
 from kvledger.rpc.doors import check_every_method_has_a_row
 from kvledger.rpc.generation import GenerationServicer
 from kvledger.rpc.listener import Listener
@@ -46,24 +46,6 @@ _HEALTH_INTERVAL = 0.25
 # What handlers get to send their last message once their requests have ended, in seconds.
 _LAST_WORDS = 2.0
 
-_OPTIONS = (
-    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
-    ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
-    ("grpc.max_metadata_size", METADATA_BYTES_MAX),
-    ("grpc.absolute_max_metadata_size", METADATA_BYTES_MAX),
-    ("grpc.max_concurrent_streams", 4096),
-    # What a reader leaves lying belongs into its mailbox, which counts it, not into gRPC's buffer.
-    ("grpc.http2.write_buffer_size", 1024),
-    # Two servers on one port would share its connections without a word.
-    ("grpc.so_reuseport", 0),
-    # A client that vanished is noticed within 40 s; one that pings every 10 s is welcome.
-    ("grpc.keepalive_time_ms", 30_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
-    ("grpc.http2.max_pings_without_data", 0),
-)
-
 _SERVICES = {
     descriptor.full_name: descriptor
     for descriptor in (
@@ -73,6 +55,7 @@ _SERVICES = {
         reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"],
     )
 }
+_REFLECTION = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"].full_name
 
 
 class Server:
@@ -100,14 +83,22 @@ class Server:
 
     @property
     def port(self) -> int:
-        """The port that it serves on, once it is ready."""
+        """The port that it serves on, once it is ready; 0 for a unix socket."""
         assert self._listener is not None
         return self._listener.port
+
+    @property
+    def address(self) -> str:
+        """host:port or unix:/path that it serves on, once it is ready."""
+        assert self._listener is not None
+        return self._listener.address
 
     async def run(self, ready: Callable[[], None] = lambda: None) -> int:
         """Serves until stopped; returns the process's exit status. `ready` is called once."""
         self._loop = asyncio.get_running_loop()
-        self._listener = Listener(self._settings.listen, self._make_grpc_server)
+        self._listener = Listener(
+            self._settings.listen, self._make_grpc_server, self._settings.certificates()
+        )
         self._engine.start()
         await self._set_health(serving=True)
         await self._listener.start()
@@ -123,7 +114,9 @@ class Server:
         )
         _log.info(
             "serving",
-            listen=f"{self._settings.listen.rpartition(':')[0]}:{self.port}",
+            listen=self.address,
+            tls=self._settings.tls_cert is not None,
+            client_certificates=self._settings.tls_client_ca is not None,
             model=self._model.id,
         )
         if self._settings.dev:
@@ -142,6 +135,11 @@ class Server:
         _log.info("stopped", open_requests=len(self._admission.open_requests))
         return BROKE if self._broke else 0
 
+    @property
+    def _service_names(self) -> tuple[str, ...]:
+        """The services that it has: a probe must not hear that one is well which is not there."""
+        return tuple(name for name in _SERVICES if self._settings.reflects or name != _REFLECTION)
+
     def request_stop(self) -> None:
         """Drains; asked again, stops at once."""
         if self._stop_requested.is_set():
@@ -149,7 +147,10 @@ class Server:
         self._stop_requested.set()
 
     def _make_grpc_server(self) -> grpc.aio.Server:
-        server = grpc.aio.server(options=_OPTIONS, interceptors=(UndecodableRefused(),))
+        server = grpc.aio.server(
+            options=connections.options(self._settings.max_connections),
+            interceptors=(UndecodableRefused(),),
+        )
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(  # type: ignore[no-untyped-call]
             GenerationServicer(self._model, self._engine, self._admission, self._prompts), server
         )
@@ -157,8 +158,8 @@ class Server:
             ModelServicer(self._model, self._prompts), server
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        if self._settings.dev:
-            reflection.enable_server_reflection(tuple(_SERVICES), server)
+        if self._settings.reflects:
+            reflection.enable_server_reflection(self._service_names, server)
         return server
 
     def _publish(self, outcome: StepOutcome) -> None:
@@ -210,7 +211,7 @@ class Server:
             if serving
             else health_pb2.HealthCheckResponse.NOT_SERVING
         )
-        for name in ("", *_SERVICES):
+        for name in ("", *self._service_names):
             await self._health.set(name, status)
 
     async def _drain(self) -> None:

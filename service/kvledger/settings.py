@@ -7,9 +7,7 @@ a server that does not start.
 from __future__ import annotations
 
 import difflib
-import ipaddress
 import os
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -24,13 +22,13 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
+from kvledger.address import socket_path, why_no_address
+from kvledger.certificates import CertificateFiles
 from kvledger.errors import SettingRefused
 from kvledger.log import LogFormat, LogLevel
 from kvledger.models.config import WeightsMode
 
 _ENVIRONMENT = "KVLEDGER_"
-_PORT = re.compile("[0-9]{1,5}")
-_HOST = re.compile(r"[^\s\[\]/:]+")
 # Variables with the prefix that are no settings: what the build and the tests read.
 _OTHER_VARIABLES = frozenset({"KVLEDGER_CUDA", "KVLEDGER_TEST_MODEL", "KVLEDGER_BUILD_TYPE"})
 
@@ -49,7 +47,19 @@ class Settings(BaseSettings):
         frozen=True,
     )
 
-    listen: str = Field("127.0.0.1:50051", description="host:port to serve on")
+    listen: str = Field("127.0.0.1:50051", description="host:port or unix:/path to serve on")
+    tls_cert: Path | None = Field(
+        None, description="PEM file with the certificate and its chain; read again when it changes"
+    )
+    tls_key: Path | None = Field(None, description="PEM file with the certificate's private key")
+    tls_client_ca: Path | None = Field(
+        None,
+        description="PEM file with authorities: a client without a certificate that one of them "
+        "signed is refused",
+    )
+    max_connections: int = Field(
+        1024, ge=1, le=1 << 20, description="most connections; one more is closed"
+    )
     model: str = Field(
         "smollm2-135m-instruct",
         description="name of a known model, path of a GGUF file or of a folder with safetensors, "
@@ -126,6 +136,10 @@ class Settings(BaseSettings):
     dev: bool = Field(
         False, description="serve callers without identity, as one tenant; for development"
     )
+    reflection: bool | None = Field(
+        None,
+        description="describe the services to whoever asks, as grpcurl does; default: with --dev",
+    )
     drain_timeout: float = Field(
         30.0,
         ge=0.0,
@@ -177,10 +191,15 @@ class Settings(BaseSettings):
             )
 
     @property
-    def address(self) -> tuple[str, int]:
-        """Host and port of `listen`."""
-        host, _, port = self.listen.rpartition(":")
-        return host.strip("[]"), int(port)
+    def reflects(self) -> bool:
+        """Whether the services describe themselves, with the default worked out."""
+        return self.reflection if self.reflection is not None else self.dev
+
+    def certificates(self) -> CertificateFiles | None:
+        """What the files of TLS hold; None without TLS. SettingRefused if they cannot be used."""
+        if self.tls_cert is None or self.tls_key is None:
+            return None
+        return CertificateFiles(self.tls_cert, self.tls_key, self.tls_client_ca)
 
 
 class _TomlSource(TomlConfigSettingsSource):
@@ -299,21 +318,20 @@ def _check(settings: Settings) -> None:
             f"{settings.sequences_max}: every running sequence decodes a token a step; "
             f"raise the one or lower the other"
         )
-    host, _, port = settings.listen.rpartition(":")
-    if not host or not _PORT.fullmatch(port) or int(port) > 65535:
-        raise SettingRefused(f"--listen: {settings.listen!r} is not host:port")
-    if ":" in host and not (host.startswith("[") and host.endswith("]")):
-        # gRPC would read ::1:0 as an address without a port, and unix:a:1 as a file.
+    if (reason := why_no_address(settings.listen)) is not None:
+        raise SettingRefused(f"--listen: {reason}")
+    _check_tls(settings)
+
+
+def _check_tls(settings: Settings) -> None:
+    """That the files of TLS make a whole; what is in them is looked at when the server starts."""
+    if (settings.tls_cert is None) != (settings.tls_key is None):
+        given, other = ("cert", "key") if settings.tls_cert is not None else ("key", "cert")
+        raise SettingRefused(f"--tls-{given} needs --tls-{other}: TLS takes both, or neither")
+    if settings.tls_client_ca is not None and settings.tls_cert is None:
+        raise SettingRefused("--tls-client-ca needs --tls-cert and --tls-key: it is a part of TLS")
+    if settings.tls_cert is not None and socket_path(settings.listen) is not None:
         raise SettingRefused(
-            f"--listen: {settings.listen!r} is not host:port; an IPv6 address stands in brackets, "
-            f"as in [::1]:50051"
+            "--tls-cert is for --listen host:port: a unix socket has no name to certify, and its "
+            "file's mode says who may connect"
         )
-    if not (_HOST.fullmatch(host) or _is_ipv6(host.removeprefix("[").removesuffix("]"))):
-        raise SettingRefused(f"--listen: {settings.listen!r} names no host that can be")
-
-
-def _is_ipv6(host: str) -> bool:
-    try:
-        return isinstance(ipaddress.ip_address(host), ipaddress.IPv6Address)
-    except ValueError:
-        return False

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvledger.engine import EndReason, StepOutcome
+from kvledger.logprobs import TokenLogprobs
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,8 @@ class Mail:
     # Nanoseconds it had waited when it was admitted; None in all mails but one.
     admitted_after: int | None = None
     tokens: list[int] = field(default_factory=list)
+    # One for each token where the request asked, otherwise none.
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     # Set in the last mail.
     receipt: Receipt | None = None
     # The core could not run it at all; also the last mail.
@@ -118,9 +121,11 @@ class Mailbox:
             self._mail.admitted_after = queued
         self._something.set()
 
-    def add_token(self, token: int) -> None:
+    def add_token(self, token: int, logprobs: TokenLogprobs | None = None) -> None:
         """Puts in one token."""
         self._mail.tokens.append(token)
+        if logprobs is not None:
+            self._mail.logprobs.append(logprobs)
         self._something.set()
         full = len(self._mail.tokens) >= self._limits.tokens
         if full and self._stall is None and not self.gave_up:
@@ -190,7 +195,7 @@ class Streams:
                 self._waiting.discard(sequence)
                 self._mailboxes[sequence].admit(queued)
         for sequence, token, _ in report.tokens.tolist():
-            self._mailboxes[sequence].add_token(token)
+            self._mailboxes[sequence].add_token(token, outcome.logprobs.get(sequence))
         for row in report.receipts:
             sequence = int(row["sequence"])
             self._close(sequence, _receipt(row))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
 import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from bench.arms.hf_folder import hf_name, to_bf16, unpermuted
 from bench.arms.http import UNREACHABLE, post_events
 from bench.arms.process import free_port
+from bench.company import busy_seconds
 from bench.load import (
     INCOMPLETE,
     NOT_SENT,
@@ -292,6 +294,14 @@ def test_ratios_compare_within_a_repeat() -> None:
     found = ratios(ours, theirs)
     assert found["tokens/s"] == (2.0, 2.0, 2.5)
     assert found["stall"] == (1.5, 1.0, 2.0)  # a repeat without a stall has no ratio
+
+
+def test_time_of_others_counts_what_the_host_took() -> None:
+    """A run beside other programs is void, and only this figure shows that it was one."""
+    stat = "cpu 9 9 9 9 9 9 9 9 0 0\ncpu0 100 20 30 999 7 4 6 40 0 0\ncpu1 5 0 0 1 0 0 0 0 0 0\n"
+    ticks = os.sysconf("SC_CLK_TCK")
+    assert busy_seconds([0], stat) == 200 / ticks
+    assert busy_seconds([0, 1], stat) == 205 / ticks
 
 
 def test_medians_skip_repeats_without_a_figure() -> None:

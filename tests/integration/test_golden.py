@@ -68,8 +68,14 @@ def test_company_does_not_matter(schedule: Callable[[Harness], None], weights: s
     assert bool(cancelled) == (schedule is among_cancelled_neighbours)
 
 
-@unrounded
-@pytest.mark.parametrize("budget", [16, 64, 512])
+@pytest.mark.parametrize(
+    ("budget", "weights"),
+    [
+        (16, "stored"),
+        *(pytest.param(budget, "stored", marks=pytest.mark.soak) for budget in (64, 512)),
+        *(pytest.param(budget, "f32", marks=pytest.mark.soak) for budget in (16, 64, 512)),
+    ],
+)
 def test_chunks_do_not_matter(budget: int, weights: str) -> None:
     """A prompt cut into chunks must give what the whole prompt gives."""
     arguments = ("--weights", weights, "--kv-format", "f32", "--kv-blocks", "600")
@@ -92,7 +98,7 @@ def test_preemption_does_not_matter(weights: str) -> None:
     assert any(outcome.recomputed_tokens for outcome in harness.outcomes.values())
 
 
-@pytest.mark.parametrize("weights", ["f32", "stored"])
+@pytest.mark.parametrize("weights", ["f32", pytest.param("stored", marks=pytest.mark.soak)])
 def test_the_model_is_the_reference(weights: str) -> None:
     """Weights kept as the file stores them must not round anything, nor must floats."""
     with Harness("--weights", weights, "--kv-format", "f32", "--kv-blocks", "600") as harness:
@@ -104,7 +110,7 @@ def test_the_model_is_the_reference(weights: str) -> None:
     ("weights", "kv_format"),
     [
         ("stored", "bf16"),
-        ("bf16", "bf16"),
+        pytest.param("bf16", "bf16", marks=pytest.mark.soak),
         pytest.param("bf16", "f32", marks=pytest.mark.soak),
     ],
 )

@@ -244,6 +244,8 @@ def test_what_is_set_wrong_is_told_in_one_sentence() -> None:
     said = refused_start("--dev", KVLEDGER_X="1")
     assert said.startswith("kvledger serve: the environment variable KVLEDGER_X is no setting")
     assert said.count("\n") == 1
+    said = refused_start("--dev", "--tls-cert", "/nowhere/c", "--tls-key", "/nowhere/k")
+    assert said == "kvledger serve: --tls-cert /nowhere/c: there is no such file\n"
 
 
 def test_a_dead_engine_ends_the_process() -> None:

@@ -190,7 +190,7 @@ class ServerHarness:
 
     @property
     def address(self) -> str:
-        return f"{self.settings.listen.rpartition(':')[0]}:{self.server.port}"
+        return self.server.address
 
     @property
     def generation(self) -> Any:
@@ -286,8 +286,13 @@ async def refusal_of(call: Any) -> Refusal:
 
 
 @asynccontextmanager
-async def serving(*arguments: str, **core_changes: Any) -> AsyncIterator[ServerHarness]:
-    """A running server; `core_changes` are for engine_harness.make_core."""
+async def serving(
+    *arguments: str, credentials: grpc.ChannelCredentials | None = None, **core_changes: Any
+) -> AsyncIterator[ServerHarness]:
+    """A running server; `core_changes` are for engine_harness.make_core.
+
+    `credentials` are those of the harness's own channel, for a server with TLS.
+    """
     harness = ServerHarness(*arguments, **core_changes)
     with _spied(harness), _process_settings_kept():
         harness.server = Server(harness.settings, harness.model)
@@ -298,8 +303,7 @@ async def serving(*arguments: str, **core_changes: Any) -> AsyncIterator[ServerH
         starting.cancel()
         if harness.exit.done():
             harness.exit.result()  # says why it did not start
-        options = (("grpc.use_local_subchannel_pool", 1),)
-        harness.channel = grpc.aio.insecure_channel(harness.address, options=options)
+        harness.channel = connection(harness.address, credentials)
         try:
             yield harness
         finally:
@@ -309,6 +313,16 @@ async def serving(*arguments: str, **core_changes: Any) -> AsyncIterator[ServerH
             harness.server.request_stop()
             harness.server.request_stop()
             await asyncio.wait_for(harness.exit, PATIENCE)
+
+
+def connection(
+    address: str, credentials: grpc.ChannelCredentials | None = None
+) -> grpc.aio.Channel:
+    """A channel with a connection of its own."""
+    options = (("grpc.use_local_subchannel_pool", 1),)
+    if credentials is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    return grpc.aio.secure_channel(address, credentials, options=options)
 
 
 @contextmanager

@@ -362,5 +362,5 @@ def test_help_names_every_command(arguments: list[str], capsys: Captured) -> Non
     """A command that help does not name might as well not exist."""
     assert main(arguments) == 0
     shown = capsys.readouterr().out
-    for command in ("serve", "chat", "generate", "models", "doctor"):
+    for command in ("serve", "chat", "generate", "health", "models", "doctor"):
         assert f"kvledger {command} " in shown

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from authorities import Files
 from structlog.testing import CapturingLogger
 from tiny_model import TinyShape, random_weights, write_gguf
 
@@ -16,7 +17,7 @@ from kvledger import served_model
 from kvledger.cli import doctor
 from kvledger.models.catalogue import CATALOGUE, KnownModel
 
-SUBJECTS = ["processor", "memory", "model", "port", "self-test"]
+SUBJECTS = ["processor", "memory", "model", "port", "tls", "self-test"]
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +124,31 @@ def test_an_address_that_is_not_this_machines_is_found(
     report = examine(capsys, "--model", str(tiny), "--listen", listen)
     assert bad(report) == ["port"]
     assert listen in report.findings["port"][1]
+
+
+def test_a_unix_socket_in_use_is_found(tiny: Path, tmp_path: Path, capsys: Captured) -> None:
+    """The same for a server that listens on a file."""
+    path = tmp_path / "s"
+    arguments = ["--model", str(tiny), "--listen", f"unix:{path}"]
+    assert bad(examine(capsys, *arguments)) == []
+    with socket.socket(socket.AF_UNIX) as taken:
+        taken.bind(str(path))
+        taken.listen()
+        report = examine(capsys, *arguments)
+    assert bad(report) == ["port"]
+    assert "another server listens there" in report.findings["port"][1]
+
+
+def test_certificates_are_looked_at(tiny: Path, tmp_path: Path, capsys: Captured) -> None:
+    """A certificate with another one's key would be found at the next restart."""
+    files = Files(tmp_path).write("ours", clients="theirs")
+    report = examine(capsys, "--model", str(tiny), *files.options)
+    assert bad(report) == []
+    assert "asks clients for theirs" in report.findings["tls"][1]
+    files.key.write_bytes(Files(tmp_path).write("ours").cert.read_bytes())
+    report = examine(capsys, "--model", str(tiny), *files.options)
+    assert bad(report) == ["tls"]
+    assert f"--tls-key {files.key}" in report.findings["tls"][1]
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,17 @@ def stop(**options: Any) -> generation_pb2.GenerateRequest:
     return generate(stop=generation_pb2.StopOptions(**options))
 
 
+def told(**options: Any) -> generation_pb2.GenerateRequest:
+    return generate(output=generation_pb2.OutputOptions(**options))
+
+
+def biased(*entries: tuple[int, float]) -> generation_pb2.GenerateRequest:
+    request = generate()
+    for token, bias in entries:
+        request.sampling.logit_bias.add(token_id=token, bias=bias)
+    return request
+
+
 def ids(count: int) -> generation_pb2.GenerateRequest:
     return generate(token_ids=generation_pb2.TokenIds(ids=[1] * count))
 
@@ -86,6 +97,39 @@ ROWS: dict[str, tuple[Callable[[Any], Any], str, float | None, float | None]] = 
     "sampling.top_p": (lambda x: sampling(top_p=x), "sampling.top_p", -0.25, 1.00000011920929),
     "sampling.top_k": (lambda n: sampling(top_k=n), "sampling.top_k", None, 2**31),
     "sampling.min_p": (lambda x: sampling(min_p=x), "sampling.min_p", -0.25, 1.00000011920929),
+    "sampling.repetition_penalty": (
+        lambda x: sampling(repetition_penalty=x),
+        "sampling.repetition_penalty",
+        -0.25,
+        10.0000009536743,
+    ),
+    "sampling.presence_penalty": (
+        lambda x: sampling(presence_penalty=x),
+        "sampling.presence_penalty",
+        -2.00000023841858,
+        2.00000023841858,
+    ),
+    "sampling.frequency_penalty": (
+        lambda x: sampling(frequency_penalty=x),
+        "sampling.frequency_penalty",
+        -2.00000023841858,
+        2.00000023841858,
+    ),
+    "sampling.logit_bias": (
+        lambda n: biased(*((token, 1.0) for token in range(n))),
+        "sampling.logit_bias",
+        None,
+        513,
+    ),
+    "sampling.logit_bias.bias": (
+        lambda x: biased((3, 0.0), (7, x)),
+        "sampling.logit_bias[1].bias",
+        -100.000007629395,
+        100.000007629395,
+    ),
+    "stop.min_tokens": (lambda n: stop(min_tokens=n), "stop.min_tokens", None, 2**31),
+    "stop.token_ids": (lambda n: stop(token_ids=[5] * n), "stop.token_ids", None, 65),
+    "output.top_logprobs": (lambda n: told(top_logprobs=n), "output.top_logprobs", None, 21),
     "stop.max_tokens": (lambda n: stop(max_tokens=n), "stop.max_tokens", 0, 2**31),
     "stop.sequences": (lambda n: stop(sequences=["s"] * n), "stop.sequences", None, 17),
     "stop.sequences.text": (lambda n: stop(sequences=["a", "s" * n]), "stop.sequences[1]", 0, 257),
@@ -103,7 +147,8 @@ def test_every_row_of_the_table_is_tested() -> None:
 def test_at_the_limit_it_passes(name: str) -> None:
     """A documented value would be refused."""
     make, limit = ROWS[name][0], LIMITS[name]
-    least = 1e-30 if name == "sampling.top_p" else limit.least
+    above_zero = ("sampling.top_p", "sampling.repetition_penalty")
+    least = 1e-30 if name in above_zero else limit.least
     for value in (least, limit.most):
         check_generate(make(int(value) if limit.most > 1 and value == int(value) else value), 1000)
 
@@ -138,7 +183,13 @@ def test_lengths_are_bytes_and_not_characters() -> None:
     }
 
 
-@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("temperature", "top_p", "min_p"),
+        *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+    ],
+)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_what_is_no_finite_number_is_refused(name: str, value: float) -> None:
     """NaN passes every comparison that asks whether it is too large, and spoils a step."""
@@ -149,6 +200,57 @@ def test_what_is_no_finite_number_is_refused(name: str, value: float) -> None:
 def test_a_nucleus_of_nothing_is_refused() -> None:
     """top_p 0 would keep no token, or be taken for "unset"."""
     assert "must be above 0" in violations(sampling(top_p=0.0))["sampling.top_p"]
+
+
+@pytest.mark.parametrize("bias", [float("nan"), float("inf"), float("-inf")])
+def test_a_bias_is_a_number(bias: float) -> None:
+    """One NaN among the biases would make a request's whole step unusable."""
+    assert violations(biased((1, bias))) == {
+        "sampling.logit_bias[0].bias": "is not a finite number"
+    }
+
+
+def test_a_penalty_that_divides_by_nothing_is_refused() -> None:
+    """Logits would be infinite, or 0 be taken for "off" by one side and not the other."""
+    found = violations(sampling(repetition_penalty=0.0))
+    assert "must be above 0" in found["sampling.repetition_penalty"]
+
+
+def test_a_token_has_one_bias() -> None:
+    """Which of two biases holds would be a matter of luck; the client meant one of them."""
+    check_generate(biased((1, 2.0), (2, 2.0)), VOCABULARY)
+    assert violations(biased((4, 1.0), (5, 1.0), (4, -1.0), (5, 1.0))) == {
+        "sampling.logit_bias[2].token_id": "4 has a bias already; give one a token"
+    }
+
+
+def test_ids_of_options_lie_in_the_vocabulary() -> None:
+    """An id beyond it would change a neighbour's logits, or end the step of all."""
+    check_generate(biased((VOCABULARY - 1, 1.0)), VOCABULARY)
+    check_generate(stop(token_ids=[VOCABULARY - 1]), VOCABULARY)
+    for wrong in (VOCABULARY, 2**31, 2**32 - 1):
+        reason = f"{wrong} is outside the vocabulary of 1000 tokens"
+        assert violations(biased((1, 1.0), (wrong, 1.0))) == {
+            "sampling.logit_bias[1].token_id": reason
+        }
+        assert violations(stop(token_ids=[0, wrong])) == {"stop.token_ids[1]": reason}
+
+
+def test_the_least_number_of_tokens_is_not_above_the_most() -> None:
+    """Of two promises that cannot both be kept one would be broken without a word."""
+    check_generate(stop(min_tokens=7, max_tokens=7), VOCABULARY)
+    check_generate(stop(min_tokens=7), VOCABULARY)
+    assert violations(stop(min_tokens=8, max_tokens=7)) == {
+        "stop.min_tokens": "8 tokens, at most stop.max_tokens, 7"
+    }
+
+
+def test_log_probabilities_come_with_deltas() -> None:
+    """A caller would ask for numbers, get none, and not be told why."""
+    check_generate(told(final_only=True), VOCABULARY)
+    for count in (0, 5):
+        found = violations(told(final_only=True, top_logprobs=count))
+        assert set(found) == {"output.top_logprobs"}
 
 
 def test_what_is_unset_is_not_checked() -> None:

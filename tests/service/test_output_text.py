@@ -129,3 +129,42 @@ def test_stop_over_the_real_vocabulary(tokenizer: Tokenizer) -> None:
         assert text + output.finish().text == "The capital of France is "
         assert output.stopped
         assert tokenizer.decode(ids[: output.token_count]) == "The capital of France is Paris"
+
+
+def test_a_stop_token_ends_the_text_and_is_counted() -> None:
+    # The token's text would be sent, or usage not add up to what was computed.
+    output = OutputText(VOCABULARY, ["b. "], stop_ids={IS})
+    assert output.feed([A, B, PAR]) == Piece("ab Par", [A, B, PAR])
+    assert output.feed([B, IS, A]) == Piece("b", [B, IS])
+    assert output.stopped
+    assert output.token_count == 5
+    assert output.feed([A]) == Piece("", [])
+    assert output.finish() == Piece("", [])
+
+
+def test_a_stop_token_ends_a_character_that_is_cut() -> None:
+    # Bytes before the stop token would be lost, or wait for ever for the rest of a character.
+    output = OutputText(VOCABULARY, stop_ids=[A])
+    assert output.feed([ACCENT_BEGIN, A]) == Piece("\N{REPLACEMENT CHARACTER}", [ACCENT_BEGIN, A])
+
+
+@given(
+    ids=st.lists(st.integers(0, len(VOCABULARY.token_bytes) - 1), max_size=20),
+    stop_ids=st.sets(st.integers(0, len(VOCABULARY.token_bytes) - 1), max_size=3),
+    size=st.integers(1, 7),
+)
+def test_a_stop_token_is_as_if_the_output_had_ended_before_it(
+    ids: list[int], stop_ids: set[int], size: int
+) -> None:
+    # How many tokens come at once would decide what a client sees of the end.
+    output = OutputText(VOCABULARY, [". b"], stop_ids)
+    pieces = [output.feed(ids[start : start + size]) for start in range(0, len(ids), size)]
+    pieces.append(output.finish())
+    place = next((i for i, token in enumerate(ids) if token in stop_ids), len(ids))
+    before, wanted = run(ids[:place], [". b"], 1)
+    assert "".join(p.text for p in pieces) == "".join(p.text for p in wanted)
+    taken = [token for piece in pieces for token in piece.token_ids]
+    stops_at_id = place < len(ids) and not before.stopped
+    assert taken == ids[: before.token_count + stops_at_id]
+    assert output.token_count == len(taken)
+    assert output.stopped == (before.stopped or stops_at_id)

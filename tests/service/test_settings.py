@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kvledger.address import host_and_port
 from kvledger.errors import SettingRefused
 from kvledger.settings import Settings, load_settings
 
@@ -218,7 +219,7 @@ def test_a_file_that_may_not_be_read_is_refused(
 )
 def test_addresses_that_can_be(listen: str, address: tuple[str, int]) -> None:
     """A server could not listen where its operator wants it to."""
-    assert load_settings(["--listen", listen], {}).address == address
+    assert host_and_port(load_settings(["--listen", listen], {}).listen) == address
 
 
 @pytest.mark.parametrize(
@@ -229,11 +230,54 @@ def test_addresses_that_can_be(listen: str, address: tuple[str, int]) -> None:
         *("::1:50051", "::", "[::1]", "[::1]50051", "[::1:50051", "::1]:50051", "[]:50051"),
         *("[zz]:50051", "[127.0.0.1]:1", "[[::1]]:1", "a b:1", " :1", "unix:a:1", "unix:///a:1"),
         *("http://host:1", "/run/socket:1", "host\n:1"),
+        *("unix:", "unix:relative", "unix:/a b", "unix:/a%20", "unix:/a/"),
     ],
 )
 def test_addresses_that_cannot_be(listen: str) -> None:
     """gRPC would read nonsense in its own way, and listen where nobody expects it."""
     assert refusal("--listen", listen).startswith("--listen: ")
+
+
+def test_a_unix_socket_can_be_listened_on() -> None:
+    """Clients of the same machine would need a port that everybody there can reach."""
+    assert load_settings(["--listen", "unix:/run/k/k.sock"], {}).listen == "unix:/run/k/k.sock"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--tls-cert=c"], "--tls-cert needs --tls-key"),
+        (["--tls-key=k"], "--tls-key needs --tls-cert"),
+        (["--tls-client-ca=a"], "--tls-client-ca needs --tls-cert and --tls-key"),
+        (["--tls-client-ca=a", "--tls-key=k"], "--tls-key needs --tls-cert"),
+        (["--tls-cert=c", "--tls-key=k", "--listen=unix:/s"], "--tls-cert is for --listen host:"),
+    ],
+)
+def test_half_of_tls_is_refused(arguments: list[str], reason: str) -> None:
+    """A server would be open without TLS because one of three files was forgotten."""
+    assert refusal(*arguments).startswith(reason)
+
+
+def test_files_of_tls_come_with_their_settings() -> None:
+    """A server would serve without the certificate that it was given."""
+    assert load_settings([], {}).certificates() is None
+    settings = load_settings(["--tls-cert=/nowhere/c", "--tls-key=/nowhere/k"], {})
+    with pytest.raises(SettingRefused, match=r"^--tls-cert /nowhere/c: there is no such file$"):
+        settings.certificates()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reflects"),
+    [
+        ([], False),
+        (["--dev"], True),
+        (["--dev", "--no-reflection"], False),
+        (["--reflection"], True),
+    ],
+)
+def test_reflection_follows_dev_unless_told(arguments: list[str], reflects: bool) -> None:
+    """A server in production would describe itself to strangers, or never to its developers."""
+    assert load_settings(arguments, {}).reflects is reflects
 
 
 def test_brackets_are_asked_for() -> None:
@@ -283,6 +327,7 @@ def test_default_of_sequences_follows_a_small_budget(budget: int, sequences: int
         ("--max-queued", 1, 1 << 20),
         ("--priority-aging", 0, 3600),
         ("--threads", 1, 1024),
+        ("--max-connections", 1, 1 << 20),
         ("--drain-timeout", 0, 3600),
     ],
 )

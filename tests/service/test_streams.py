@@ -13,6 +13,7 @@ from engine_harness import make_core
 from stepping import NO_REASONS, NOBODY
 
 from kvledger.engine import EndReason, StepOutcome
+from kvledger.logprobs import TokenLogprobs
 from kvledger.streams import Mail, Mailbox, MailboxLimits, Receipt, Streams
 
 # An empty report of the real core: its arrays say how the made-up ones must look.
@@ -24,6 +25,7 @@ def outcome(
     tokens: list[tuple[int, int]] | None = None,
     receipts: list[tuple[int, EndReason]] | None = None,
     refusals: list[int] | None = None,
+    logprobs: dict[int, TokenLogprobs] | None = None,
 ) -> StepOutcome:
     """What the engine publishes. admissions: (sequence, queued, again); tokens: (sequence, id)."""
 
@@ -43,7 +45,7 @@ def outcome(
         receipts=rows("receipts", [{"sequence": s, "end_reason": r} for s, r in receipts or []]),
         refusals=rows("refusals", [{"sequence": s} for s in refusals or []]),
     )
-    return StepOutcome(report)  # type: ignore[arg-type]
+    return StepOutcome(report, logprobs or {})  # type: ignore[arg-type]
 
 
 class Ends:
@@ -103,6 +105,16 @@ def nothing_there(mailbox: Mailbox) -> bool:
     finally:
         step.close()
     return True
+
+
+async def test_log_probabilities_pile_up_with_their_tokens(streams: Streams) -> None:
+    """A reader that is behind would get tokens without their numbers, or somebody else's."""
+    asked, silent = streams.open(1), streams.open(2)
+    told = [TokenLogprobs(token, -0.5 * token, ((3, -0.1),)) for token in (7, 8)]
+    for each in told:
+        streams.deliver(outcome(tokens=[(2, 1), (1, each.token)], logprobs={1: each}))
+    assert await asked.next() == Mail(tokens=[7, 8], logprobs=told)
+    assert await silent.next() == Mail(tokens=[1, 1])
 
 
 async def test_what_piled_up_comes_at_once_and_once(streams: Streams) -> None:

@@ -17,11 +17,12 @@ from kvledger.cli.client import (
     show,
     stream,
 )
+from kvledger.errors import SettingRefused
 from kvledger.v1 import generation_pb2
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Talks until the end of input; 1 if the server refused or is not there."""
+    """Talks until the end of input; 1 if the server refused or is not there, 2 for wrong files."""
     parser = argparse.ArgumentParser(
         prog="kvledger chat",
         description="A conversation in the terminal; an empty line or Ctrl-D ends it.",
@@ -41,9 +42,10 @@ def run(arguments: Sequence[str]) -> int:
         messages.append(generation_pb2.ChatMessage(role=generation_pb2.ROLE_USER, content=text))
         request = generation_pb2.GenerateRequest(chat=generation_pb2.ChatPrompt(messages=messages))
         try:
-            answer = show(
-                stream(options.server, apply_arguments(request, options)), options.receipt
-            )
+            answer = show(stream(options, apply_arguments(request, options)), options.receipt)
+        except SettingRefused as error:
+            print(f"kvledger chat: {error}", file=sys.stderr)
+            return 2
         except grpc.RpcError as error:
             print(f"kvledger chat: {explain(error, options.server)}", file=sys.stderr)
             return 1

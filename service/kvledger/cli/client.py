@@ -7,9 +7,12 @@ import io
 import sys
 import unicodedata
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import grpc
 
+from kvledger.address import socket_path
+from kvledger.errors import SettingRefused
 from kvledger.v1 import generation_pb2, generation_pb2_grpc
 
 DEFAULT_SERVER = "127.0.0.1:50051"
@@ -22,11 +25,28 @@ _CONTROL = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 _KEPT = {"\n", "\t", "\u200d"}  # the last joins emoji
 
 
+def add_server_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of every command that talks to a server."""
+    parser.add_argument(
+        "--server",
+        type=readable,
+        default=DEFAULT_SERVER,
+        help="host:port or unix:/path (%(default)s)",
+    )
+    parser.add_argument(
+        "--tls-ca",
+        type=Path,
+        help="PEM file with the authorities that may vouch for the server; turns TLS on",
+    )
+    parser.add_argument(
+        "--tls-cert", type=Path, help="PEM file with the certificate to show to the server"
+    )
+    parser.add_argument("--tls-key", type=Path, help="PEM file with that certificate's private key")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of every command that generates."""
-    parser.add_argument(
-        "--server", type=readable, default=DEFAULT_SERVER, help="host:port (%(default)s)"
-    )
+    add_server_arguments(parser)
     parser.add_argument("--max-tokens", type=_whole(32), help="most tokens to generate")
     parser.add_argument("--temperature", type=float, help="0 is greedy, the default")
     parser.add_argument("--top-p", type=float, help="nucleus mass in (0, 1]")
@@ -62,12 +82,45 @@ def apply_arguments(
 
 
 def stream(
-    server: str, request: generation_pb2.GenerateRequest
+    options: argparse.Namespace, request: generation_pb2.GenerateRequest
 ) -> Iterator[generation_pb2.GenerateResponse]:
-    """The responses of one Generate call; raises grpc.RpcError."""
-    with grpc.insecure_channel(server) as channel:
-        stub = generation_pb2_grpc.GenerationServiceStub(channel)  # type: ignore[no-untyped-call]
+    """The responses of one Generate call; raises grpc.RpcError, or SettingRefused."""
+    with channel(options) as connection:
+        stub = generation_pb2_grpc.GenerationServiceStub(connection)  # type: ignore[no-untyped-call]
         yield from stub.Generate(request)
+
+
+def channel(options: argparse.Namespace) -> grpc.Channel:
+    """A connection to the server that the options name; raises SettingRefused."""
+    cert, key = options.tls_cert, options.tls_key
+    if (cert is None) != (key is None):
+        raise SettingRefused("--tls-cert and --tls-key go together; give both, or neither")
+    if options.tls_ca is None:
+        if cert is not None:
+            raise SettingRefused(
+                "--tls-cert needs --tls-ca: it is shown only to a server that shows its own"
+            )
+        return grpc.insecure_channel(options.server)
+    if socket_path(options.server) is not None:
+        raise SettingRefused("--tls-ca is for host:port: there is no TLS on a unix socket")
+    credentials = grpc.ssl_channel_credentials(
+        _read("--tls-ca", options.tls_ca), _read("--tls-key", key), _read("--tls-cert", cert)
+    )
+    return grpc.secure_channel(options.server, credentials)
+
+
+def _read(option: str, path: Path | None) -> bytes | None:
+    """A file's bytes, which must look like PEM; gRPC would only say that a handshake failed."""
+    if path is None:
+        return None
+    try:
+        data = path.read_bytes()
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
+        reason = getattr(error, "strerror", None) or "cannot be read"
+        raise SettingRefused(f"{option} {path}: {reason}") from None
+    if b"-----BEGIN " not in data:
+        raise SettingRefused(f"{option} {path}: it is not PEM")
+    return data
 
 
 def show(responses: Iterator[generation_pb2.GenerateResponse], receipt: bool) -> str:
@@ -119,5 +172,7 @@ def explain(error: grpc.RpcError, server: str) -> str:
     code, details = error.code(), printable(error.details() or "")
     answered = any(key == _DETAILS for key, _ in error.trailing_metadata() or ())
     if code == grpc.StatusCode.UNAVAILABLE and not answered:
+        if "handshake" in details or "erification" in details:
+            return f"no TLS with {server}: {details}"
         return f"no server answers at {server} (kvledger serve --dev starts one): {details}"
     return f"{code.name}: {details}"

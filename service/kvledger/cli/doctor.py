@@ -35,7 +35,7 @@ def run(arguments: Sequence[str]) -> int:
         return 2
     configure("console", "error")
     all_good = True
-    for check in (_processor, _memory, _model, _port, _self_test):
+    for check in (_processor, _memory, _model, _port, _tls, _self_test):
         try:
             finding = check(settings)
         except (ModelRefused, SettingRefused) as error:
@@ -91,12 +91,19 @@ def _model(settings: Settings) -> Finding:
 
 
 def _port(settings: Settings) -> Finding:
-    host, port = settings.address
     mend = "stop what listens there, or choose another --listen"
-    reason = why_not_free(host, port)
+    reason = why_not_free(settings.listen)
     if reason is not None:
         return Finding(False, "port", f"{settings.listen}: {reason}", mend)
     return Finding(True, "port", f"{settings.listen} is free", mend)
+
+
+def _tls(settings: Settings) -> Finding:
+    certificates = settings.certificates()
+    if certificates is None:
+        return Finding(True, "tls", "not asked for")
+    asks = "asks clients for theirs" if certificates.current.client_ca else "asks clients for none"
+    return Finding(True, "tls", f"{settings.tls_cert} has its key; the server {asks}")
 
 
 def _self_test(settings: Settings) -> Finding:

@@ -17,11 +17,12 @@ from kvledger.cli.client import (
     show,
     stream,
 )
+from kvledger.errors import SettingRefused
 from kvledger.v1 import generation_pb2
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Prints the continuation; 0, or 1 if the server refused or is not there."""
+    """Prints the continuation; 0, 1 if the server refused or is not there, 2 for wrong options."""
     parser = argparse.ArgumentParser(
         prog="kvledger generate", description="Sends one prompt to a server and prints the answer."
     )
@@ -37,7 +38,10 @@ def run(arguments: Sequence[str]) -> int:
         message = generation_pb2.ChatMessage(role=generation_pb2.ROLE_USER, content=prompt)
         request = generation_pb2.GenerateRequest(chat=generation_pb2.ChatPrompt(messages=[message]))
     try:
-        show(stream(options.server, apply_arguments(request, options)), options.receipt)
+        show(stream(options, apply_arguments(request, options)), options.receipt)
+    except SettingRefused as error:
+        print(f"kvledger generate: {error}", file=sys.stderr)
+        return 2
     except grpc.RpcError as error:
         print(f"kvledger generate: {explain(error, options.server)}", file=sys.stderr)
         return 1

@@ -19,7 +19,8 @@ def run(arguments: Sequence[str]) -> int:
         settings.require_identity()
         configure(settings.log_format, settings.log_level)
         # Told at once, not after a model has been loaded.
-        if (reason := why_not_free(*settings.address)) is not None:
+        settings.certificates()
+        if (reason := why_not_free(settings.listen)) is not None:
             raise SettingRefused(f"--listen {settings.listen}: {reason}; choose another address")
         # Torch takes seconds to import; a wrong setting should not.
         from kvledger.served_model import load

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any, TypeAlias, TypeVar
 
@@ -19,9 +20,15 @@ from kvledger.errors import (
     ServerDraining,
 )
 from kvledger.limits import check_generate
+from kvledger.logprobs import TokenLogprobs
 from kvledger.rpc.errors import Metadata, abort
 from kvledger.rpc.prompts import PromptEncoder
-from kvledger.rpc.translation import duration, receipt_message, sampling_parameters
+from kvledger.rpc.translation import (
+    duration,
+    logprobs_message,
+    receipt_message,
+    sampling_parameters,
+)
 from kvledger.served_model import ServedModel
 from kvledger.streams import Mail, Receipt
 from kvledger.tokenizer import OutputText
@@ -65,15 +72,18 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             check_generate(request, self._model.tokenizer.vocabulary_size)
             if not self._model.answers_to(request.model):
                 raise ModelUnknown
-            output = OutputText(self._model.tokenizer, list(request.stop.sequences))
+            tokenizer = self._model.tokenizer
+            stop_ids = frozenset(request.stop.token_ids)
+            output = OutputText(tokenizer, list(request.stop.sequences), stop_ids)
             prompt = await self._prompts.encode(request)
             ticket = self._admission.enter(
                 caller=DEV_CALLER,
                 prompt=prompt,
                 max_tokens=request.stop.max_tokens if request.stop.HasField("max_tokens") else None,
-                sampling=sampling_parameters(request.sampling),
+                sampling=sampling_parameters(request, tokenizer.eos_ids),
                 priority=request.priority,
                 ignore_eos=request.stop.ignore_eos,
+                stop_ids=stop_ids,
             )
             stream = _Stream(request, ticket, output, self._model, self._engine, self._admission)
             async for response in stream.responses():
@@ -112,6 +122,8 @@ class _Stream:
         self._output = output
         self._texts: list[str] = []
         self._token_ids: list[int] = []
+        # Of tokens that have come and not left, in order; none where the request did not ask.
+        self._logprobs: deque[TokenLogprobs] = deque()
         self._ended = False  # the last mail has come
         self._receipt: Receipt | None = None
 
@@ -182,13 +194,14 @@ class _Stream:
     def _deltas(self, mail: Mail) -> list[generation_pb2.GenerateResponse]:
         """At most one delta: what of the mail's tokens may be shown now."""
         was_stopped = self._output.stopped
+        self._logprobs.extend(mail.logprobs)
         piece = self._output.feed(mail.tokens)
         text, token_ids = piece.text, piece.token_ids
         if mail.is_last and not was_stopped:
             rest = self._output.finish()
             text, token_ids = text + rest.text, token_ids + rest.token_ids
         if self._output.stopped and not was_stopped and not mail.is_last:
-            # What the core computes beyond the stop string is thrown away.
+            # What the core computes beyond the stop is thrown away.
             self._engine.end(self._ticket.sequence, EndReason.STOP)
         if self._final_only:
             self._texts.append(text)
@@ -199,6 +212,10 @@ class _Stream:
         delta = generation_pb2.Delta(text=text, tokens=len(token_ids))
         if self._wants_ids:
             delta.token_ids.extend(token_ids)
+        if self._logprobs:
+            # Tokens leave in the order in which they came.
+            leaving = (self._logprobs.popleft() for _ in token_ids)
+            delta.logprobs.extend(logprobs_message(each) for each in leaving)
         return [generation_pb2.GenerateResponse(delta=delta)]
 
     def _accepted(self, queued: int) -> generation_pb2.GenerateResponse:

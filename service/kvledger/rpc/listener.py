@@ -1,25 +1,31 @@
-"""The gRPC server on its port, and another one in its place if it breaks.
+"""The gRPC server on its port or socket, and another one in its place if it breaks.
 
 grpc.aio ends its server, though not the process, when a client calls a method whose name is no
 UTF-8 (seen with grpcio 1.85.3). Nothing a client sends may end the service, so a broken server is
-replaced within a moment on the same port; calls that run on it go on.
+replaced within a moment on the same port; calls that run on it go on. With TLS, a handshake gets
+the certificate that the files hold at that time; connections that exist keep theirs.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 
 import grpc
 import structlog
 
+from kvledger.address import socket_path, why_not_free
+from kvledger.certificates import CertificateFiles, CertificateRefused, Certificates
 from kvledger.errors import SettingRefused
 
 _log = structlog.get_logger(__name__)
 
 # How often the server is looked at, in seconds.
 _INTERVAL = 0.1
+# How often the files of certificates are looked at, in seconds.
+_FILES_INTERVAL = 1.0
 # How long calls may go on in a server that broke, in seconds.
 _BROKEN_GRACE = 24 * 3600.0
 # Attempts to take the port again, an interval apart.
@@ -29,14 +35,26 @@ _ATTEMPTS = 50
 class Listener:
     """Serves on one address until `stop`. Belongs to the event loop's thread."""
 
-    def __init__(self, address: str, make: Callable[[], grpc.aio.Server]) -> None:
-        """`make` gives a server with all services and no port."""
-        self._host = address.rpartition(":")[0]
+    def __init__(
+        self,
+        address: str,
+        make: Callable[[], grpc.aio.Server],
+        certificates: CertificateFiles | None = None,
+    ) -> None:
+        """`make` gives a server with all services and no port. SettingRefused if it is taken."""
+        self.address = address
+        self._socket = socket_path(address)
         self._make = make
+        self._certificates = certificates
+        self._files_seen_at = 0.0
         self._broken: set[asyncio.Task[None]] = set()
         self._retired: set[grpc.aio.Server] = set()
-        self.port = int(address.rpartition(":")[2])
         self._server = self._bound()
+
+    @property
+    def port(self) -> int:
+        """The port that it serves on; 0 for a unix socket."""
+        return 0 if self._socket else int(self.address.rpartition(":")[2])
 
     async def start(self) -> None:
         """Begins to serve."""
@@ -48,7 +66,7 @@ class Listener:
         Raises SettingRefused if the port cannot be taken again.
         """
         while await self._still_serves():
-            pass
+            self._look_at_files()
 
     async def stop(self, grace: float) -> None:
         """Refuses new calls and gives running ones `grace` seconds."""
@@ -65,16 +83,49 @@ class Listener:
         return timed_out
 
     def _bound(self) -> grpc.aio.Server:
+        if self._socket is not None and (reason := why_not_free(self.address)) is not None:
+            # gRPC would take the file away from a server that lives.
+            raise SettingRefused(f"--listen {self.address}: {reason}")
         server = self._make()
-        address = f"{self._host}:{self.port}"
+        with self._for_the_owner_only(), contextlib.suppress(RuntimeError):
+            if port := self._add_port(server):
+                if self._socket is None:
+                    self.address = f"{self.address.rpartition(':')[0]}:{port}"
+                return server
+        raise SettingRefused(
+            f"--listen {self.address}: the address is in use or not this machine's"
+            + (", or gRPC cannot use the certificate" if self._certificates else "")
+        )
+
+    def _add_port(self, server: grpc.aio.Server) -> int:
+        """The port, or for a socket something that is not 0; 0 or RuntimeError if it cannot be."""
+        if self._certificates is None:
+            return int(server.add_insecure_port(self.address))
+        return int(server.add_secure_port(self.address, _credentials(self._certificates)))
+
+    @contextlib.contextmanager
+    def _for_the_owner_only(self) -> Iterator[None]:
+        """What is made meanwhile is a socket of mode 0600: no moment for others to connect."""
+        if self._socket is None:
+            yield
+            return
+        mask = os.umask(0o177)
         try:
-            port = server.add_insecure_port(address)
-        except RuntimeError:
-            port = 0
-        if port == 0:
-            raise SettingRefused(f"--listen {address}: the address is in use or not this machine's")
-        self.port = port
-        return server
+            yield
+        finally:
+            os.umask(mask)
+
+    def _look_at_files(self) -> None:
+        """Takes over certificates that changed; says so, or why not, once per change."""
+        now = asyncio.get_running_loop().time()
+        if self._certificates is None or now < self._files_seen_at + _FILES_INTERVAL:
+            return
+        self._files_seen_at = now
+        try:
+            if self._certificates.refresh():
+                _log.info("certificate_reloaded")
+        except CertificateRefused as refused:
+            _log.warning("certificate_kept", kind=refused.kind, reason=str(refused))
 
     async def _replace(self) -> None:
         broken = self._server
@@ -92,8 +143,34 @@ class Listener:
 
     async def _take_port_again(self) -> None:
         for _ in range(_ATTEMPTS):
-            with contextlib.suppress(SettingRefused):
-                self._server = self._bound()
-                return
+            # The broken server takes its socket's file away; a new one there would go with it.
+            if self._socket is None or not self._socket.exists():
+                with contextlib.suppress(SettingRefused):
+                    self._server = self._bound()
+                    return
             await asyncio.sleep(_INTERVAL)
         self._server = self._bound()
+
+
+def _credentials(files: CertificateFiles) -> grpc.ServerCredentials:
+    """Credentials that follow the files; for one server."""
+    used = files.current
+
+    def newer() -> grpc.ServerCertificateConfiguration | None:
+        """gRPC asks before every handshake, on a thread of its own and one at a time."""
+        nonlocal used
+        current = files.current
+        if current is used:
+            return None
+        used = current
+        return _configuration(current)
+
+    return grpc.dynamic_ssl_server_credentials(
+        _configuration(used), newer, require_client_authentication=used.client_ca is not None
+    )
+
+
+def _configuration(certificates: Certificates) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration(
+        [(certificates.key, certificates.chain)], root_certificates=certificates.client_ca
+    )

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Collection
 
 from google.protobuf import duration_pb2
 
 from kvledger import _core
+from kvledger.logit_changes import ChangeOptions
+from kvledger.logprobs import TokenLogprobs
 from kvledger.sampling import SamplingParameters
 from kvledger.served_model import ServedModel
 from kvledger.streams import Receipt
@@ -25,14 +28,53 @@ def chat_messages(chat: generation_pb2.ChatPrompt) -> list[ChatMessage]:
     return [ChatMessage(_ROLES[message.role], message.content) for message in chat.messages]
 
 
-def sampling_parameters(options: generation_pb2.SamplingOptions) -> SamplingParameters:
-    """Validated options with their defaults filled in; a seed is drawn where none is given."""
+def sampling_parameters(
+    request: generation_pb2.GenerateRequest, end_of_text: Collection[int]
+) -> SamplingParameters:
+    """A validated request's options, defaults filled in; a seed is drawn where none is given.
+
+    `end_of_text` are the tokens that end every text of the model.
+    """
+    options, output = request.sampling, request.output
     return SamplingParameters(
         temperature=options.temperature,
         top_k=options.top_k,
         top_p=options.top_p if options.HasField("top_p") else 1.0,
         min_p=options.min_p,
         seed=options.seed if options.HasField("seed") else secrets.randbits(64),
+        changes=_change_options(options, request.stop, end_of_text),
+        top_logprobs=output.top_logprobs if output.HasField("top_logprobs") else None,
+    )
+
+
+def _change_options(
+    options: generation_pb2.SamplingOptions,
+    stop: generation_pb2.StopOptions,
+    end_of_text: Collection[int],
+) -> ChangeOptions:
+    penalty = options.repetition_penalty if options.HasField("repetition_penalty") else 1.0
+    ending_ids: set[int] = set()
+    if stop.min_tokens:
+        # A token that ends nothing, for ignore_eos, may come at any time.
+        ending_ids.update(stop.token_ids, () if stop.ignore_eos else end_of_text)
+    return ChangeOptions(
+        repetition_penalty=penalty,
+        presence_penalty=options.presence_penalty,
+        frequency_penalty=options.frequency_penalty,
+        logit_bias=tuple((entry.token_id, entry.bias) for entry in options.logit_bias),
+        min_tokens=stop.min_tokens,
+        ending_ids=tuple(sorted(ending_ids)),
+    )
+
+
+def logprobs_message(logprobs: TokenLogprobs) -> generation_pb2.TokenLogprobs:
+    """A token's log-probabilities as the contract says them."""
+    return generation_pb2.TokenLogprobs(
+        chosen=generation_pb2.TokenLogprob(token_id=logprobs.token, logprob=logprobs.logprob),
+        top=[
+            generation_pb2.TokenLogprob(token_id=token, logprob=logprob)
+            for token, logprob in logprobs.top
+        ],
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple, Protocol
 
 from kvledger.tokenizer.incremental import IncrementalDecoder
@@ -33,13 +33,21 @@ class OutputText:
     token, or one that ends inside a character) travels with the text that follows.
 
     Once a stop string has occurred, the tokens up to the one that completed it are released and
-    later ones are ignored. Not for use from two threads at once.
+    later ones are ignored. A stop token ends the output too: it is released like the others, and
+    its text is not. Not for use from two threads at once.
     """
 
-    def __init__(self, vocabulary: TokenBytes, stop_sequences: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        vocabulary: TokenBytes,
+        stop_sequences: Sequence[str] = (),
+        stop_ids: Collection[int] = (),
+    ) -> None:
         """Raises ValueError for an empty stop sequence."""
         self._decoder = IncrementalDecoder(vocabulary.token_bytes)
         self._stops = StopStrings(stop_sequences)
+        self._stop_ids = frozenset(stop_ids)
+        self._ended = False  # by a stop token
         self._characters_decoded = 0
         self._characters_released = 0
         # Tokens in order: first those whose text is known, each with the count of characters
@@ -50,12 +58,12 @@ class OutputText:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string has occurred."""
-        return self._stops.stopped
+        """Whether a stop string or a stop token has occurred."""
+        return self._ended or self._stops.stopped
 
     @property
     def token_count(self) -> int:
-        """Tokens taken so far, up to and including the one that completed a stop string."""
+        """Tokens taken so far, up to and including the one that stopped the output."""
         return self._token_count
 
     def feed(self, token_ids: Sequence[int]) -> Piece:
@@ -65,7 +73,14 @@ class OutputText:
         """
         released: list[str] = []
         for token_id in token_ids:
-            if self._stops.stopped:
+            if self.stopped:
+                break
+            if token_id in self._stop_ids:
+                self._token_count += 1
+                self._waiting.append(token_id)
+                # Nothing follows that could complete a character or a stop string.
+                released.append(self._rest())
+                self._ended = True
                 break
             text = self._decoder.feed_token(token_id)
             self._token_count += 1
@@ -76,10 +91,12 @@ class OutputText:
 
     def finish(self) -> Piece:
         """Ends the stream; returns all that was held back. Feed nothing after it."""
-        if self._stops.stopped:
+        if self.stopped:
             return Piece("", [])
-        text = self._stops.feed(self._decoder.finish()) + self._stops.finish()
-        return Piece(text, self._take_all())
+        return Piece(self._rest(), self._take_all())
+
+    def _rest(self) -> str:
+        return self._stops.feed(self._decoder.finish()) + self._stops.finish()
 
     def _enter(self, token_id: int, text: str) -> None:
         if text:
@@ -95,7 +112,7 @@ class OutputText:
             self._waiting.append(token_id)
 
     def _piece(self, text: str) -> Piece:
-        if self._stops.stopped:
+        if self.stopped:
             return Piece(text, self._take_all())
         self._characters_released += len(text)
         token_ids: list[int] = []

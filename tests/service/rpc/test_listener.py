@@ -108,6 +108,18 @@ async def test_half_a_call_harms_nobody() -> None:
             writer.transport.abort()
 
 
+async def test_one_connection_too_many_is_closed_and_harms_nobody() -> None:
+    """Connections that do nothing could use up the descriptors of the whole process."""
+    async with serving("--max-connections", "3") as server, neighbours(server):  # they share one
+        held = [await asyncio.open_connection("127.0.0.1", server.server.port) for _ in range(2)]
+        for reader, _ in held:
+            assert await asyncio.wait_for(reader.read(9), PATIENCE), "it greets"
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.server.port)
+        assert await asyncio.wait_for(reader.read(9), PATIENCE) == b""
+        for _, held_writer in [*held, (reader, writer)]:
+            held_writer.transport.abort()
+
+
 async def test_a_large_message_is_refused() -> None:
     """One message could fill the memory."""
     async with serving() as server, neighbours(server):
