@@ -45,6 +45,9 @@ BROKE = 70
 _HEALTH_INTERVAL = 0.25
 # What handlers get to send their last message once their requests have ended, in seconds.
 _LAST_WORDS = 2.0
+# How long a server that is done still answers callers, so that who is on the way hears UNAVAILABLE
+# with the reason; gRPC itself would only cancel them. In seconds.
+_LAME_DUCK = 0.25
 
 _SERVICES = {
     descriptor.full_name: descriptor
@@ -227,6 +230,7 @@ class Server:
             return_when=asyncio.FIRST_COMPLETED,
         )
         empty.cancel()
+        await asyncio.wait((now,), timeout=_LAME_DUCK)
         now.cancel()
 
     async def _end_open_requests(self) -> None:
