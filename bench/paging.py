@@ -75,6 +75,7 @@ def bookkeeping_ns(prompts: Lengths, outputs: Lengths, block: int) -> float:
         priorities=np.zeros(count, np.int32),
         output_tokens_max=outputs.astype(np.int64),
         ignore_end_of_text=np.ones(count, np.bool_),
+        samples=np.ones(count, np.int64),
         offsets=np.concatenate(([0], np.cumsum(prompts))).astype(np.int64),
         tokens=np.full(int(prompts.sum()), 5, np.int32),
     )

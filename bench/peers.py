@@ -63,6 +63,8 @@ EQUAL_TOKENS_MIN = 8
 TIMEOUT = 600.0
 # A server that uses more of a processor than this while it has no requests disturbs the others.
 IDLE_SHARE_MAX = 0.05
+# Seconds from a server's waking to its first request.
+SETTLE = 0.5
 
 Metrics = dict[str, float]
 
@@ -114,6 +116,7 @@ def interference_metrics(found: Interference) -> Metrics:
     return {
         "gap before": percentile(found.before, 50) * 1e3,
         "gap p50": percentile(found.during, 50) * 1e3,
+        "gap p99": percentile(found.during, 99) * 1e3,
         "gap max": max(found.during, default=math.nan) * 1e3,
         "TTFT alone": percentile(found.alone, 50) * 1e3,
         "TTFT loaded": percentile(found.loaded, 50) * 1e3,
@@ -137,8 +140,8 @@ def fixed(count: int, prompt: int, output: int, prefix: int = 0) -> Callable[[Wo
 
 
 async def run_long(client: Client, words: Words) -> Outcome:
-    """A long prompt arrives beside four streams."""
-    plan = InterferencePlan(streams=4, prompt=64, long=1024, warm=24, rounds=1, output_max=1024)
+    """A long prompt arrives beside eight streams."""
+    plan = InterferencePlan(streams=8, prompt=64, long=4096, warm=24, rounds=1, output_max=4096)
     found, _ = await interference(client, words, plan, TIMEOUT)
     return Outcome(interference_metrics(found), found.statuses, found.reasons)
 
@@ -153,7 +156,17 @@ def scenarios(lengths: Path | None) -> list[Scenario]:
             "eight", "8 at once: 16 requests, prompts 128, answers 64", loop(fixed(16, 128, 64), 8)
         ),
         Scenario(
-            "prompt", "one at a time: 2 prompts of 1024, answers 2", loop(fixed(2, 1024, 2), 1)
+            "sixteen",
+            "16 at once: 32 requests, prompts 128, answers 128",
+            loop(fixed(32, 128, 128), 16),
+        ),
+        Scenario(
+            "thirty-two",
+            "32 at once: 64 requests, prompts 128, answers 128",
+            loop(fixed(64, 128, 128), 32),
+        ),
+        Scenario(
+            "prompt", "one at a time: 2 prompts of 2048, answers 2", loop(fixed(2, 2048, 2), 1)
         ),
         Scenario(
             "prefix",
@@ -165,7 +178,7 @@ def scenarios(lengths: Path | None) -> list[Scenario]:
             "2 at once: 2 conversations of 3 turns, prompts 64, answers 32",
             loop(lambda words: chats(words, [(64, 32)] * 2, 3), 2),
         ),
-        Scenario("long", "a prompt of 1024 arrives beside 4 streams", run_long),
+        Scenario("long", "a prompt of 4096 arrives beside 8 streams", run_long),
     ]
     if lengths is not None:
         drawn = read_trace(lengths, 2048, 16, 0)
@@ -210,7 +223,7 @@ async def say_idle_shares(entries: Sequence[Entry]) -> None:
     for name, group in groups.items():
         share = (group_seconds(group) - before[name]) / 2.0
         if share > IDLE_SHARE_MAX:
-            print(f"NOTE: {name} uses {share:.0%} of a processor while it has no requests")
+            print(f"NOTE: {name} uses {share:.0%} of a processor without requests; it is stopped")
 
 
 def equal_tokens(one: Sequence[int], other: Sequence[int]) -> int:
@@ -238,18 +251,37 @@ async def say_answers(entries: Sequence[Entry], client: KvledgerClient) -> None:
 async def run_all(
     entries: Sequence[Entry], chosen: Sequence[Scenario], repeats: int, vocabulary: int
 ) -> None:
-    """Every scenario, each server in turn, again and again; the first server changes each time."""
+    """Every scenario, each server in turn, again and again; the first server changes each time.
+
+    The servers whose turn it is not are stopped: some use half a processor while they wait.
+    """
     running = [entry for entry in entries if not entry.not_run]
+    for entry in running:
+        entry.arm.suspend()
+    try:
+        await take_turns(running, chosen, repeats, vocabulary)
+    finally:
+        for entry in running:
+            entry.arm.resume()
+    print("\r" + " " * 60 + "\r", end="", flush=True)
+
+
+async def take_turns(
+    running: Sequence[Entry], chosen: Sequence[Scenario], repeats: int, vocabulary: int
+) -> None:
+    """Every scenario on servers that are stopped between their turns."""
     for repeat in range(repeats):
         for number, scenario in enumerate(chosen):
             first = (repeat + number) % len(running)
             for entry in running[first:] + running[:first]:
                 # Fresh prompts every time: what a prefix cache keeps must not help a repeat.
                 words = Words(1000 * repeat + number, vocabulary)
+                entry.arm.resume()
+                await asyncio.sleep(SETTLE)
                 outcome = await scenario.run(entry.arm, words)
+                entry.arm.suspend()
                 entry.outcomes.setdefault(scenario.name, []).append(outcome)
                 print(f"\r{repeat + 1}/{repeats} {scenario.name} {entry.arm.name:20}", end="")
-    print("\r" + " " * 60 + "\r", end="", flush=True)
 
 
 def median_metrics(outcomes: Sequence[Outcome]) -> Metrics:

@@ -37,6 +37,7 @@ def make_arrivals(count: int, max_tokens: int) -> _core.Arrivals:
         priorities=np.zeros(count, np.int32),
         output_tokens_max=np.full(count, max_tokens, np.int64),
         ignore_end_of_text=np.ones(count, np.bool_),
+        samples=np.ones(count, np.int64),
         offsets=(np.arange(count + 1) * PROMPT_TOKENS).astype(np.int64),
         tokens=np.full(count * PROMPT_TOKENS, 5, np.int32),
     )

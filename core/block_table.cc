@@ -41,6 +41,10 @@ void BlockTables::append(TableRow row, BlockId block) {
   ++length;
 }
 
+void BlockTables::replace(TableRow row, std::int64_t index, BlockId block) {
+  entries_[entry(row, index)] = static_cast<std::int32_t>(block.value());
+}
+
 void BlockTables::clear(TableRow row) {
   taken(row) = 0;
 }
@@ -50,10 +54,13 @@ BlockCount BlockTables::length(TableRow row) const {
 }
 
 BlockId BlockTables::at(TableRow row, std::int64_t index) const {
+  return BlockId{static_cast<std::uint32_t>(entries_[entry(row, index)])};
+}
+
+std::size_t BlockTables::entry(TableRow row, std::int64_t index) const {
   KVL_CHECK_GE(index, 0);
   KVL_CHECK_LT(index, taken(row));
-  const std::int64_t entry = std::int64_t{row.value()} * width_.value() + index;
-  return BlockId{static_cast<std::uint32_t>(entries_[static_cast<std::size_t>(entry)])};
+  return static_cast<std::size_t>(std::int64_t{row.value()} * width_.value() + index);
 }
 
 std::int64_t& BlockTables::taken(TableRow row) {

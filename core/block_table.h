@@ -33,6 +33,8 @@ class BlockTables {
   std::int64_t free_rows() const noexcept { return static_cast<std::int64_t>(free_rows_.size()); }
 
   void append(TableRow row, BlockId block);
+  // Puts another block in place of one.
+  void replace(TableRow row, std::int64_t index, BlockId block);
   // Forgets the row's blocks. What lies in the row stays: a kernel may still be reading it.
   void clear(TableRow row);
   BlockCount length(TableRow row) const;
@@ -46,6 +48,7 @@ class BlockTables {
  private:
   static constexpr std::int64_t kFree = -1;
 
+  std::size_t entry(TableRow row, std::int64_t index) const;
   std::int64_t& taken(TableRow row);
   std::int64_t taken(TableRow row) const;
 

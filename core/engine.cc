@@ -38,13 +38,15 @@ Engine::~Engine() {
   uncommitted_.reset();
   for (auto& [id, sequence] : sequences_) {
     sequence->in_step = false;
+    sequence->request->in_step = false;
     scheduler_.remove(*sequence);
   }
 }
 
 bool Engine::accept(const Arrival& arrival, std::span<const Token> prompt) {
   const auto tokens = static_cast<std::int64_t>(prompt.size());
-  KVL_CHECK(!sequences_.contains(arrival.id));
+  KVL_CHECK_GE(arrival.samples, 1);
+  KVL_CHECK_LE(arrival.samples, kSamplesMax);
   KVL_CHECK_GE(arrival.priority, -kPriorityMax);
   KVL_CHECK_LE(arrival.priority, kPriorityMax);
   KVL_CHECK_GE(arrival.output_tokens_max, 1);
@@ -52,15 +54,21 @@ bool Engine::accept(const Arrival& arrival, std::span<const Token> prompt) {
     report_.refusals.push_back(Refusal{arrival.id.value(), tokens, sequence_tokens_max_ - 1});
     return false;
   }
-  auto sequence = std::make_unique<Sequence>(
-      arrival, std::vector<Token>(prompt.begin(), prompt.end()), ledger_.open(arrival.tenant));
-  scheduler_.enqueue(*sequence);
-  sequences_.emplace(arrival.id, std::move(sequence));
+  const auto request = std::make_shared<Request>(arrival.id, ledger_.open(arrival.tenant));
+  for (std::uint64_t i = 0; i < static_cast<std::uint64_t>(arrival.samples); ++i) {
+    auto sequence = std::make_unique<Sequence>(
+        arrival, std::vector<Token>(prompt.begin(), prompt.end()), request, i);
+    request->samples.push_back(sequence.get());
+    const SequenceId id = sequence->id;
+    KVL_CHECK(sequences_.emplace(id, std::move(sequence)).second);
+  }
+  scheduler_.enqueue(*request);
   return true;
 }
 
 const StepPlan& Engine::plan(Nanoseconds now) {
   KVL_CHECK(!uncommitted_.has_value());
+  ended_.clear();
   ledger_.advance(now);
   const StepId step{steps_ + 1};
   plan_.begin(step);
@@ -72,6 +80,7 @@ const StepPlan& Engine::plan(Nanoseconds now) {
     planned_at_ = ledger_.now();
     for (const Chunk& chunk : scheduler_.chunks()) {
       chunk.sequence->in_step = true;
+      chunk.sequence->request->in_step = true;
     }
   }
   return plan_;
@@ -110,7 +119,7 @@ void Engine::commit(StepId step, std::span<const Token> tokens,
     }
   }
   KVL_CHECK_EQ(static_cast<std::int64_t>(wanted), view.header.logits);
-  ended_in_step_.clear();
+  ended_.clear();
 }
 
 void Engine::abandon(StepId step, Nanoseconds now) {
@@ -120,7 +129,7 @@ void Engine::abandon(StepId step, Nanoseconds now) {
       finish(*chunk.sequence, EndReason::kFailed);
     }
   }
-  ended_in_step_.clear();
+  ended_.clear();
 }
 
 void Engine::end(std::span<const std::uint64_t> ids, EndReason reason, Nanoseconds now) {
@@ -164,6 +173,7 @@ void Engine::settle_step(StepId step, Nanoseconds now) {
   pool_.settle();
   for (const Chunk& chunk : scheduler_.chunks()) {
     chunk.sequence->in_step = false;
+    chunk.sequence->request->in_step = false;
   }
 }
 
@@ -176,9 +186,14 @@ const StepReport& Engine::take_report() {
 void Engine::count_computed(Sequence& sequence, std::int64_t tokens) {
   const std::int64_t before = sequence.computed;
   sequence.computed += tokens;
+  sequence.computed_tokens += tokens;
   sequence.recomputed_tokens +=
       std::max<std::int64_t>(0, std::min(sequence.computed, sequence.computed_peak) - before);
   sequence.computed_peak = std::max(sequence.computed_peak, sequence.computed);
+  if (sequence.request->is_shared() && before < sequence.prompt_count &&
+      sequence.computed >= sequence.prompt_count) {
+    scheduler_.prompt_computed(*sequence.request);
+  }
 }
 
 bool Engine::append_output(Sequence& sequence, Token token) {
@@ -207,34 +222,45 @@ bool Engine::append_output(Sequence& sequence, Token token) {
 }
 
 void Engine::finish(Sequence& sequence, EndReason reason) {
-  sequence.spend(ledger_.now(), sequence.activity);
-  sequence.end_reason = reason;
-  scheduler_.remove(sequence);
-  write_receipt(sequence);
-  auto node = sequences_.extract(sequence.id);
-  if (sequence.in_step) {
-    ended_in_step_.push_back(std::move(node.mapped()));
+  const std::shared_ptr<Request> request = sequence.request;
+  end_sequence(sequence, reason);
+  // A request fails as a whole: nobody can use some of its samples.
+  while (reason == EndReason::kFailed && !request->samples.empty()) {
+    end_sequence(*request->samples.front(), reason);
   }
 }
 
-void Engine::write_receipt(Sequence& sequence) {
-  const Statement statement = ledger_.close(sequence.account);
+void Engine::end_sequence(Sequence& sequence, EndReason reason) {
+  const std::shared_ptr<Request> request = sequence.request;
+  sequence.spend(ledger_.now(), sequence.activity);
+  sequence.end_reason = reason;
+  scheduler_.remove(sequence);
+  request->absorb(sequence);
+  if (request->samples.empty()) {
+    write_receipt(*request, sequence);
+  }
+  ended_.push_back(std::move(sequences_.extract(sequence.id).mapped()));
+}
+
+void Engine::write_receipt(const Request& request, const Sequence& last) {
+  const Statement statement = ledger_.close(request.account);
   const BlockTime held = to_block_time(statement.held);
   const BlockTime reserved = to_block_time(statement.reserved);
   Receipt receipt;
-  receipt.sequence = sequence.id.value();
-  receipt.tenant = sequence.tenant.value();
-  receipt.end_reason = static_cast<std::uint32_t>(sequence.end_reason);
-  receipt.prompt_tokens = sequence.prompt_count;
-  receipt.output_tokens = sequence.output_count();
-  receipt.computed_tokens = sequence.computed_peak + sequence.recomputed_tokens;
-  receipt.recomputed_tokens = sequence.recomputed_tokens;
-  receipt.preemptions = sequence.preemptions;
+  receipt.sequence = request.id.value();
+  receipt.tenant = last.tenant.value();
+  receipt.end_reason = static_cast<std::uint32_t>(last.end_reason);
+  receipt.prompt_tokens = last.prompt_count;
+  receipt.output_tokens = request.output_tokens;
+  receipt.computed_tokens = request.computed_tokens;
+  receipt.recomputed_tokens = request.recomputed_tokens;
+  receipt.shared_tokens = request.shared_tokens;
+  receipt.preemptions = request.preemptions;
   receipt.peak_blocks = statement.held_peak.value();
-  receipt.queued = sequence.times.queued;
-  receipt.prefill = sequence.times.prefill;
-  receipt.decode = sequence.times.decode;
-  receipt.paused = sequence.times.paused;
+  receipt.queued = last.times.queued;
+  receipt.prefill = last.times.prefill;
+  receipt.decode = last.times.decode;
+  receipt.paused = last.times.paused;
   receipt.held_seconds = held.seconds;
   receipt.held_nanos = held.nanos;
   receipt.reserved_seconds = reserved.seconds;
@@ -252,36 +278,51 @@ std::optional<std::string> Engine::audit() const {
   return audit_tables();
 }
 
-// Every block in a table is held by that table's sequence, and by it alone.
+// Every block in a table is held by that table's request, and referenced once for each table.
 std::optional<std::string> Engine::audit_tables() const {
-  std::int64_t in_tables = 0;
-  std::vector<bool> seen(static_cast<std::size_t>(ledger_.total().value()), false);
+  std::vector<std::uint32_t> tables(static_cast<std::size_t>(ledger_.total().value()), 0);
+  std::unordered_map<const Request*, std::int64_t> held;
   for (const auto& [id, sequence] : sequences_) {
     if (sequence->state != Sequence::State::kRunning) {
       continue;
     }
     const std::int64_t length = tables_.length(sequence->row).value();
     const std::string who = "sequence " + std::to_string(id.value());
-    if (ledger_.held_by(sequence->account).value() != length) {
-      return who + " has " + std::to_string(length) + " blocks in its table and " +
-             std::to_string(ledger_.held_by(sequence->account).value()) + " in the ledger";
-    }
+    std::int64_t& blocks = held[sequence->request.get()];
     for (std::int64_t i = 0; i < length; ++i) {
       const BlockId block = tables_.at(sequence->row, i);
-      if (seen[block.value()] || ledger_.holder_of(block) != sequence->account) {
+      if (ledger_.holder_of(block) != sequence->account) {
         return who + " has block " + std::to_string(block.value()) +
-               " in its table, which is not its own";
+               " in its table, which is not its request's";
       }
-      seen[block.value()] = true;
+      blocks += tables[block.value()]++ == 0 ? 1 : 0;
     }
-    if (scheduler_.blocks_for(sequence->computed).value() > length) {
-      return who + " has computed tokens without a block";
-    }
-    in_tables += length;
   }
-  const std::int64_t held = ledger_.balances()[BlockState::kHeld].value();
-  if (held != in_tables) {
-    return "held " + std::to_string(held) + " blocks, in tables " + std::to_string(in_tables);
+  for (const auto& [request, blocks] : held) {
+    if (ledger_.held_by(request->account).value() != blocks) {
+      return "request " + std::to_string(request->id.value()) + " has " + std::to_string(blocks) +
+             " blocks in its tables and " +
+             std::to_string(ledger_.held_by(request->account).value()) + " in the ledger";
+    }
+  }
+  for (const auto& [id, sequence] : sequences_) {
+    if (sequence->state == Sequence::State::kRunning &&
+        scheduler_.blocks_for(sequence->computed) > tables_.length(sequence->row)) {
+      return "sequence " + std::to_string(id.value()) + " has computed tokens without a block";
+    }
+  }
+  std::int64_t in_tables = 0;
+  for (std::uint32_t i = 0; i < tables.size(); ++i) {
+    in_tables += tables[i] > 0 ? 1 : 0;
+    if (tables[i] != pool_.references(BlockId{i})) {
+      return "block " + std::to_string(i) + " is referenced " +
+             std::to_string(pool_.references(BlockId{i})) + " times and stands in " +
+             std::to_string(tables[i]) + " tables";
+    }
+  }
+  const std::int64_t booked = ledger_.balances()[BlockState::kHeld].value();
+  if (booked != in_tables) {
+    return "held " + std::to_string(booked) + " blocks, in tables " + std::to_string(in_tables);
   }
   return std::nullopt;
 }

@@ -8,9 +8,9 @@
 //   end(ids, reason)         at any time; blocks that an uncommitted step names stay in
 //                            `releasing` until it is committed or abandoned
 //
-// One step may be uncommitted at a time. Every sequence that was accepted yields exactly one
-// receipt. All calls come from one thread and take the time from the caller; a clock that jumps
-// back stands still here.
+// One step may be uncommitted at a time. Every request that was accepted yields exactly one
+// receipt, when its last sequence has ended. All calls come from one thread and take the time from
+// the caller; a clock that jumps back stands still here.
 
 #pragma once
 
@@ -55,7 +55,7 @@ class Engine {
   // than the pool has slots (the last token needs none).
   std::int64_t sequence_tokens_max() const noexcept { return sequence_tokens_max_; }
 
-  // Takes in one new sequence, with an id never used before. False, with a refusal in the report,
+  // Takes in one new request, with ids never used before. False, with a refusal in the report,
   // if it could never run: an empty prompt, or one that leaves no room for a token.
   bool accept(const Arrival& arrival, std::span<const Token> prompt);
 
@@ -64,13 +64,14 @@ class Engine {
 
   // `tokens[offsets[i]:offsets[i + 1]]` are the new tokens of the i-th sequence whose logits the
   // plan wanted, at least one each; a negative token says that its logits were unusable and ends
-  // that sequence alone with kFailed.
+  // that request alone with kFailed.
   void commit(StepId step, std::span<const Token> tokens, std::span<const std::int32_t> offsets,
               Nanoseconds now);
 
   void abandon(StepId step, Nanoseconds now);
 
-  // Ends sequences by id; unknown ids are ignored, for a sequence may end by itself meanwhile.
+  // Ends sequences by id, with kFailed all samples of their requests; unknown ids are ignored, for
+  // a sequence may end by itself meanwhile.
   void end(std::span<const std::uint64_t> ids, EndReason reason, Nanoseconds now);
 
   // Stops planning sequences, or goes on with them; unknown ids are ignored.
@@ -96,7 +97,8 @@ class Engine {
   // Appends a token; true if the sequence ends with it.
   bool append_output(Sequence& sequence, Token token);
   void finish(Sequence& sequence, EndReason reason);
-  void write_receipt(Sequence& sequence);
+  void end_sequence(Sequence& sequence, EndReason reason);
+  void write_receipt(const Request& request, const Sequence& last);
   std::optional<std::string> audit_tables() const;
 
   const EngineSettings settings_;
@@ -109,8 +111,8 @@ class Engine {
   StepReport report_;  // being written
   StepReport taken_;   // being read by the caller
   std::unordered_map<SequenceId, std::unique_ptr<Sequence>> sequences_;
-  // Ended while an uncommitted step named them; forgotten when it is settled.
-  std::vector<std::unique_ptr<Sequence>> ended_in_step_;
+  // Ended, and perhaps named by the last step; forgotten when that is settled.
+  std::vector<std::unique_ptr<Sequence>> ended_;
   std::optional<StepId> uncommitted_;
   Nanoseconds planned_at_ = 0;  // the uncommitted step
   std::uint64_t steps_ = 0;

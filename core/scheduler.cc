@@ -19,11 +19,10 @@ constexpr BlockCount kOne{1};
 Scheduler::Scheduler(const SchedulerSettings& settings, std::int32_t slots_per_block,
                      std::int64_t tokens_max, BlockPool& pool, BlockTables& tables)
     : settings_(settings),
-      slots_per_block_(slots_per_block),
       tokens_max_(tokens_max),
       pool_(pool),
-      tables_(tables) {
-  KVL_CHECK_GT(slots_per_block, 0);
+      tables_(tables),
+      blocks_(slots_per_block, pool, tables) {
   KVL_CHECK_GE(settings.sequences_max, 1);
   KVL_CHECK_GE(settings.token_budget, settings.sequences_max);
   KVL_CHECK_LE(settings.sequences_max, tables.rows());
@@ -36,21 +35,40 @@ Scheduler::Scheduler(const SchedulerSettings& settings, std::int32_t slots_per_b
   passed_over_.reserve(kLookahead);
 }
 
-BlockCount Scheduler::blocks_for(std::int64_t tokens) const noexcept {
-  return BlockCount{(tokens + slots_per_block_ - 1) / slots_per_block_};
+void Scheduler::enqueue(Request& request) {
+  for (Sequence* sequence : request.samples) {
+    sequence->rank = sequence->arrived_at + sequence->priority * settings_.aging_per_priority;
+    join_queue(*sequence);
+  }
+  arrange(request);
 }
 
-void Scheduler::enqueue(Sequence& sequence) {
-  sequence.rank = sequence.arrived_at + sequence.priority * settings_.aging_per_priority;
-  await(sequence);
-}
-
-void Scheduler::await(Sequence& sequence) {
+void Scheduler::join_queue(Sequence& sequence) {
   sequence.state = Sequence::State::kWaiting;
-  if (sequence.paused) {
+  if (sequence.paused || sequence.held_back) {
     ++parked_;
   } else {
     waiting_.insert(&sequence);
+  }
+}
+
+void Scheduler::leave_queue(Sequence& sequence) {
+  if (sequence.paused || sequence.held_back) {
+    --parked_;
+  } else {
+    KVL_CHECK_EQ(waiting_.erase(&sequence), 1U);
+  }
+}
+
+void Scheduler::arrange(Request& request) {
+  const Sequence* carrier = request.source() == nullptr ? request.carrier() : nullptr;
+  for (Sequence* sample : request.samples) {
+    const bool held_back = carrier != nullptr && sample != carrier;
+    if (sample->state == Sequence::State::kWaiting && sample->held_back != held_back) {
+      leave_queue(*sample);
+      sample->held_back = held_back;
+      join_queue(*sample);
+    }
   }
 }
 
@@ -58,26 +76,30 @@ void Scheduler::pause(Sequence& sequence) {
   if (sequence.paused) {
     return;
   }
-  sequence.paused = true;
   if (sequence.state == Sequence::State::kWaiting) {
-    KVL_CHECK_EQ(waiting_.erase(&sequence), 1U);
-    ++parked_;
+    leave_queue(sequence);
+    sequence.paused = true;
+    join_queue(sequence);
   } else {
+    sequence.paused = true;
     ++paused_running_;
   }
+  arrange(*sequence.request);
 }
 
 void Scheduler::resume(Sequence& sequence) {
   if (!sequence.paused) {
     return;
   }
-  sequence.paused = false;
   if (sequence.state == Sequence::State::kWaiting) {
-    --parked_;
-    waiting_.insert(&sequence);
+    leave_queue(sequence);
+    sequence.paused = false;
+    join_queue(sequence);
   } else {
+    sequence.paused = false;
     --paused_running_;
   }
+  arrange(*sequence.request);
 }
 
 void Scheduler::schedule(Nanoseconds now, StepPlan& plan, StepReport& report) {
@@ -88,9 +110,9 @@ void Scheduler::schedule(Nanoseconds now, StepPlan& plan, StepReport& report) {
   const std::int64_t room = prefill_room(settings_.token_budget - decode_tokens);
   plan.set_prefill_room(room);
   share_prefill_budget(room);
-  admit_chosen(now, report);
+  admit_chosen(now, plan, report);
   note_work();
-  emit(plan);
+  emit(now, plan, report);
 }
 
 // Every running sequence that is past its prompt computes its pending tokens, in order of rank.
@@ -128,7 +150,7 @@ std::int64_t Scheduler::choose_decode(Nanoseconds now, StepPlan& plan, StepRepor
 bool Scheduler::grow(std::size_t& index, std::int64_t tokens, Nanoseconds now, StepPlan& plan,
                      StepReport& report) {
   Sequence& sequence = *running_[index];
-  for (BlockCount missing = blocks_missing(sequence, tokens); missing > kNone;) {
+  for (BlockCount missing = blocks_.missing(sequence, tokens); missing > kNone;) {
     if (sequence.reservation.remaining() == kNone) {
       std::optional<Reservation> one = pool_.reserve(sequence.account, kOne);
       if (!one) {
@@ -138,11 +160,12 @@ bool Scheduler::grow(std::size_t& index, std::int64_t tokens, Nanoseconds now, S
         }
         preempt(*running_[victim], now, report);
         index -= victim < index ? 1 : 0;
+        missing = blocks_.missing(sequence, tokens);  // a victim may have shared its last block
         continue;
       }
       sequence.reservation = std::move(*one);
     }
-    acquire_block(sequence, plan);
+    blocks_.take(sequence, plan);
     missing -= kOne;
   }
   return true;
@@ -173,7 +196,7 @@ void Scheduler::collect_prefill() {
   passed_over_.clear();
   for (Sequence* sequence : running_) {
     if (sequence->activity == Sequence::Activity::kPrefill && !sequence->paused) {
-      candidates_.push_back(Candidate{sequence, 0});
+      candidates_.push_back(Candidate{sequence});
     }
   }
   std::int64_t rows = settings_.sequences_max - running();
@@ -184,15 +207,28 @@ void Scheduler::collect_prefill() {
       break;
     }
     passed_over_.push_back(sequence);
-    const BlockCount needed = blocks_to_admit(*sequence);
+    const Candidate next = candidate(*sequence);
+    const BlockCount needed = blocks_to_admit(*sequence, next.shared);
     if (needed <= room) {
       room -= needed + kOne;  // its blocks, and one to grow into
       --rows;
       --passes;
-      candidates_.push_back(Candidate{sequence, 0});
+      candidates_.push_back(next);
     }
     passes = std::min(passes, settings_.overtakes_max - sequence->overtaken);
   }
+}
+
+// A waiting sequence, with what it could share now. Of its last token it needs the logits, so it
+// computes that itself.
+Scheduler::Candidate Scheduler::candidate(Sequence& waiting) noexcept {
+  Candidate next{&waiting};
+  if (waiting.request->is_shared()) {
+    next.source = waiting.request->source();
+    next.shared =
+        next.source == nullptr ? 0 : std::min(waiting.prompt_count, waiting.token_count() - 1);
+  }
+  return next;
 }
 
 // Prompt tokens for which the step has time, at most `budget`. Where a step is limited, those who
@@ -216,7 +252,7 @@ std::int64_t Scheduler::prefill_room(std::int64_t budget) const {
   }
   std::int64_t computed = 0;
   for (const Candidate& candidate : candidates_) {
-    computed = std::max(computed, candidate.sequence->computed);
+    computed = std::max(computed, candidate.computed());
   }
   const std::int64_t fits = step_time_.prefill_within(longest - decode, computed, budget);
   return std::min(budget, std::max(fits, settings_.prefill_least));
@@ -242,22 +278,22 @@ void Scheduler::share_prefill_budget(std::int64_t budget) {
       [](const auto& a, const auto& b) { return ByRank{}(a.sequence, b.sequence); });
   std::iter_swap(candidates_.begin(), oldest);
   Candidate& first = candidates_.front();
-  first.tokens = std::min(first.sequence->pending(), std::max<std::int64_t>(1, budget / 2));
+  first.tokens = std::min(first.pending(), std::max<std::int64_t>(1, budget / 2));
   budget -= first.tokens;
   std::sort(candidates_.begin() + 1, candidates_.end(), [](const auto& a, const auto& b) {
-    const std::int64_t left = a.sequence->pending();
-    const std::int64_t right = b.sequence->pending();
+    const std::int64_t left = a.pending();
+    const std::int64_t right = b.pending();
     return left != right ? left < right : ByRank{}(a.sequence, b.sequence);
   });
   for (auto candidate = candidates_.begin() + 1; candidate != candidates_.end(); ++candidate) {
-    candidate->tokens = std::min(candidate->sequence->pending(), budget);
+    candidate->tokens = std::min(candidate->pending(), budget);
     budget -= candidate->tokens;
   }
-  first.tokens = std::min(first.sequence->pending(), first.tokens + budget);
+  first.tokens = std::min(first.pending(), first.tokens + budget);
 }
 
 // Whoever got a share of the budget runs; the waiting ones among them are admitted.
-void Scheduler::admit_chosen(Nanoseconds now, StepReport& report) {
+void Scheduler::admit_chosen(Nanoseconds now, StepPlan& plan, StepReport& report) {
   for (const Candidate& candidate : candidates_) {
     if (candidate.tokens == 0) {
       continue;
@@ -268,20 +304,18 @@ void Scheduler::admit_chosen(Nanoseconds now, StepReport& report) {
       continue;
     }
     std::optional<Reservation> reservation =
-        pool_.reserve(sequence.account, blocks_to_admit(sequence));
+        pool_.reserve(sequence.account, blocks_to_admit(sequence, candidate.shared));
     KVL_CHECK(reservation.has_value());
     sequence.reservation = std::move(*reservation);
-    sequence.row = tables_.take_row();
-    sequence.state = Sequence::State::kRunning;
-    sequence.spend(now, Sequence::Activity::kPrefill);
-    waiting_.erase(&sequence);
-    running_.insert(std::upper_bound(running_.begin(), running_.end(), &sequence, ByRank{}),
-                    &sequence);
-    report.admissions.push_back(Admission{sequence.id.value(), sequence.times.queued,
-                                          static_cast<std::int32_t>(sequence.row.value()),
-                                          sequence.admitted_before ? 1 : 0});
-    sequence.admitted_before = true;
-    sequence.overtaken = 0;
+    run(sequence, now, candidate.shared, report);
+    if (candidate.shared > 0) {
+      blocks_.share(*candidate.source, sequence, candidate.shared, plan);
+      // The source may write into the last of them in this very step: copy it before.
+      for (BlockCount missing = blocks_.missing(sequence, candidate.tokens); missing > kNone;
+           missing -= kOne) {
+        blocks_.take(sequence, plan);
+      }
+    }
   }
   std::int64_t admitted_behind = 0;
   for (auto examined = passed_over_.rbegin(); examined != passed_over_.rend(); ++examined) {
@@ -293,39 +327,92 @@ void Scheduler::admit_chosen(Nanoseconds now, StepReport& report) {
   }
 }
 
-void Scheduler::emit(StepPlan& plan) {
-  for (std::size_t i = 0; i < chunks_.size(); ++i) {
+// Gives a waiting sequence a row and its place among the running ones.
+void Scheduler::run(Sequence& sequence, Nanoseconds now, std::int64_t shared_tokens,
+                    StepReport& report) {
+  leave_queue(sequence);
+  sequence.row = tables_.take_row();
+  sequence.state = Sequence::State::kRunning;
+  sequence.held_back = false;
+  sequence.spend(now, Sequence::Activity::kPrefill);
+  running_.insert(std::upper_bound(running_.begin(), running_.end(), &sequence, ByRank{}),
+                  &sequence);
+  report.admissions.push_back(Admission{sequence.id.value(), sequence.times.queued,
+                                        static_cast<std::int32_t>(sequence.row.value()),
+                                        sequence.admitted_before ? 1 : 0, shared_tokens});
+  sequence.admitted_before = true;
+  sequence.overtaken = 0;
+}
+
+void Scheduler::emit(Nanoseconds now, StepPlan& plan, StepReport& report) {
+  struct Leader {
+    const Sequence* sequence;
+    std::int32_t token;
+  };
+  std::vector<Leader> leaders;  // whose prompts are complete with this step; seldom any
+  const std::size_t chosen_chunks = chunks_.size();
+  std::int32_t planned = 0;
+  for (std::size_t i = 0; i < chosen_chunks; ++i) {
     if (i == decode_chunks_) {
       plan.begin_prefill();
     }
-    const auto& [chosen, tokens] = chunks_[i];
+    const auto [chosen, tokens] = chunks_[i];
     Sequence& sequence = *chosen;
-    for (BlockCount missing = blocks_missing(sequence, tokens); missing > kNone; missing -= kOne) {
-      acquire_block(sequence, plan);  // prefill only: decode took its blocks when it was chosen
+    for (BlockCount missing = blocks_.missing(sequence, tokens); missing > kNone; missing -= kOne) {
+      blocks_.take(sequence, plan);  // prefill only: decode took its blocks when it was chosen
     }
     const std::span<const Token> all(sequence.tokens);
     plan.append_sequence(
         sequence.row,
         all.subspan(static_cast<std::size_t>(sequence.computed), static_cast<std::size_t>(tokens)),
         sequence.computed, tokens == sequence.pending());
+    planned += static_cast<std::int32_t>(tokens);
+    if (sequence.request->is_shared() && sequence.output_count() == 0 &&
+        tokens == sequence.pending() && !is_protected(sequence)) {
+      leaders.push_back(Leader{&sequence, planned - 1});
+    }
   }
-  if (chunks_.size() == decode_chunks_) {
+  if (chosen_chunks == decode_chunks_) {
     plan.begin_prefill();
   }
+  for (const Leader& leader : leaders) {
+    fork_samples(*leader.sequence, leader.token, now, plan, report);
+  }
+}
+
+// Lets the samples that wait for `leader` begin with it, at the logits of its prompt's last token.
+void Scheduler::fork_samples(const Sequence& leader, std::int32_t token, Nanoseconds now,
+                             StepPlan& plan, StepReport& report) {
+  for (Sequence* sample : leader.request->samples) {
+    if (!may_fork(*sample)) {
+      continue;
+    }
+    run(*sample, now, sample->prompt_count, report);
+    blocks_.share(leader, *sample, sample->prompt_count, plan);
+    chunks_.push_back(Chunk{sample, 0});
+    plan.append_logits(token, sample->row);
+  }
+}
+
+// A protected sequence may not need a block later, so it cannot begin with one to copy.
+bool Scheduler::may_fork(const Sequence& sample) const {
+  return sample.state == Sequence::State::kWaiting && !sample.paused &&
+         sample.output_count() == 0 && !is_protected(sample) &&
+         running() < settings_.sequences_max && pool_.available() > BlockCount{running()} &&
+         (waiting_.empty() || !ByRank{}(*waiting_.begin(), &sample));
 }
 
 void Scheduler::remove(Sequence& sequence) {
   if (sequence.state == Sequence::State::kWaiting) {
-    if (sequence.paused) {
-      --parked_;
-    } else {
-      KVL_CHECK_EQ(waiting_.erase(&sequence), 1U);
-    }
+    leave_queue(sequence);
   } else {
     KVL_CHECK_EQ(sequence.state, Sequence::State::kRunning);
     leave_running(sequence);
   }
   sequence.state = Sequence::State::kEnded;
+  Request& request = *sequence.request;
+  std::erase(request.samples, &sequence);
+  arrange(request);
 }
 
 void Scheduler::preempt(Sequence& sequence, Nanoseconds now, StepReport& report) {
@@ -336,50 +423,28 @@ void Scheduler::preempt(Sequence& sequence, Nanoseconds now, StepReport& report)
   sequence.computed = 0;
   ++sequence.preemptions;
   sequence.spend(now, Sequence::Activity::kQueued);
-  await(sequence);
+  join_queue(sequence);
+  arrange(*sequence.request);
 }
 
 void Scheduler::leave_running(Sequence& sequence) {
-  give_blocks_back(sequence);
+  blocks_.give_back(sequence);
   const auto place = std::lower_bound(running_.begin(), running_.end(), &sequence, ByRank{});
   KVL_CHECK(place != running_.end() && *place == &sequence);
   running_.erase(place);
   paused_running_ -= sequence.paused ? 1 : 0;
 }
 
-void Scheduler::give_blocks_back(Sequence& sequence) {
-  sequence.reservation.forfeit();
-  const std::int64_t length = tables_.length(sequence.row).value();
-  for (std::int64_t i = 0; i < length; ++i) {
-    const BlockId block = tables_.at(sequence.row, i);
-    if (sequence.in_step) {
-      pool_.retire(sequence.account, block);
-    } else {
-      pool_.release(sequence.account, block);
-    }
+// Blocks that a waiting sequence has to reserve if it begins with `shared_tokens` of another.
+BlockCount Scheduler::blocks_to_admit(const Sequence& sequence, std::int64_t shared_tokens) const {
+  std::int64_t tokens = sequence.token_count();
+  if (is_protected(sequence)) {
+    // The limit may be any number, so it is compared before it is added.
+    const std::int64_t last = sequence.prompt_count + std::min(sequence.output_tokens_max,
+                                                               tokens_max_ - sequence.prompt_count);
+    tokens = last - 1;  // the last token ends the sequence before it needs a slot
   }
-  tables_.clear(sequence.row);
-  tables_.give_back(sequence.row);
-}
-
-void Scheduler::acquire_block(Sequence& sequence, StepPlan& plan) {
-  const BlockId block = sequence.reservation.acquire();
-  plan.append_delta(sequence.row, tables_.length(sequence.row).value(), block);
-  tables_.append(sequence.row, block);
-}
-
-BlockCount Scheduler::blocks_missing(const Sequence& sequence, std::int64_t tokens) const {
-  return blocks_for(sequence.computed + tokens) - tables_.length(sequence.row);
-}
-
-BlockCount Scheduler::blocks_to_admit(const Sequence& sequence) const {
-  if (!is_protected(sequence)) {
-    return blocks_for(sequence.token_count());
-  }
-  // The limit may be any number, so it is compared before it is added.
-  const std::int64_t last = sequence.prompt_count + std::min(sequence.output_tokens_max,
-                                                             tokens_max_ - sequence.prompt_count);
-  return blocks_for(last - 1);  // the last token ends the sequence before it needs a slot
+  return blocks_for(tokens) - blocks_.full_blocks(shared_tokens);
 }
 
 // Whether the sequence was preempted as often as it may be: it reserves everything at once and is

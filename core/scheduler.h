@@ -19,6 +19,12 @@
 // need, and is no victim again. So there is no deadlock: whoever may not be preempted never needs a
 // block, the first of the others may preempt all the rest, and any one sequence fits alone.
 //
+// Samples. The samples of a request wait in the queue like other sequences, but only one of them
+// while none has computed the prompt: the rest are held back (request.h). When the step that
+// completes the prompt is planned, those held back begin in it at once, as far as there is room and
+// nobody waits before them: they take the same logits and share all blocks. Who comes later, or
+// comes back after a preemption, shares what it can and computes the rest.
+//
 // Pausing. A paused sequence keeps its place and its blocks but is not planned. When somebody else
 // needs a block it is the first victim, wherever it stands: who does not take tokens should not
 // cost anybody else theirs.
@@ -34,7 +40,9 @@
 
 #include "core/block_pool.h"
 #include "core/block_table.h"
+#include "core/request.h"
 #include "core/sequence.h"
+#include "core/sequence_blocks.h"
 #include "core/step_plan.h"
 #include "core/step_report.h"
 #include "core/step_time.h"
@@ -71,15 +79,19 @@ class Scheduler {
   Scheduler(const SchedulerSettings& settings, std::int32_t slots_per_block,
             std::int64_t tokens_max, BlockPool& pool, BlockTables& tables);
 
-  // Adds a new sequence to the queue. The scheduler keeps the address until remove().
-  void enqueue(Sequence& sequence);
+  // Adds the samples of a new request to the queue. The scheduler keeps their addresses until
+  // remove().
+  void enqueue(Request& request);
 
   // Fills `plan` with the next step and says in `report` who was admitted or preempted.
   void schedule(Nanoseconds now, StepPlan& plan, StepReport& report);
 
-  // Takes a sequence out, waiting or running, and gives its blocks back: at once, or by way of
-  // `releasing` if an uncommitted step may still touch them.
+  // Takes a sequence out, waiting or running, of its request too, and gives its blocks back: at
+  // once, or by way of `releasing` if an uncommitted step may still touch them.
   void remove(Sequence& sequence);
+
+  // Learns that a sample has computed its request's prompt: the others need not wait any longer.
+  void prompt_computed(Request& request) { arrange(request); }
 
   // Takes a sequence out of planning, or back into it; nothing if it is so already.
   void pause(Sequence& sequence);
@@ -96,7 +108,7 @@ class Scheduler {
   }
 
   // Blocks that hold `tokens` tokens of a sequence.
-  BlockCount blocks_for(std::int64_t tokens) const noexcept;
+  BlockCount blocks_for(std::int64_t tokens) const noexcept { return blocks_.blocks_for(tokens); }
 
  private:
   struct ByRank {
@@ -111,35 +123,46 @@ class Scheduler {
   std::int64_t prefill_room(std::int64_t budget) const;
   void note_work() noexcept;
   void share_prefill_budget(std::int64_t budget);
-  void admit_chosen(Nanoseconds now, StepReport& report);
-  void emit(StepPlan& plan);
+  void admit_chosen(Nanoseconds now, StepPlan& plan, StepReport& report);
+  void emit(Nanoseconds now, StepPlan& plan, StepReport& report);
+  void fork_samples(const Sequence& leader, std::int32_t token, Nanoseconds now, StepPlan& plan,
+                    StepReport& report);
+  bool may_fork(const Sequence& sample) const;
+  void run(Sequence& sequence, Nanoseconds now, std::int64_t shared_tokens, StepReport& report);
 
-  void await(Sequence& sequence);
+  void join_queue(Sequence& sequence);
+  void leave_queue(Sequence& sequence);
+  // Holds back the samples that wait for another to compute the prompt, and no others.
+  void arrange(Request& request);
   bool grow(std::size_t& index, std::int64_t tokens, Nanoseconds now, StepPlan& plan,
             StepReport& report);
   std::size_t victim_for(std::size_t index) const;
   void preempt(Sequence& sequence, Nanoseconds now, StepReport& report);
-  void acquire_block(Sequence& sequence, StepPlan& plan);
-  BlockCount blocks_missing(const Sequence& sequence, std::int64_t tokens) const;
-  BlockCount blocks_to_admit(const Sequence& sequence) const;
+  BlockCount blocks_to_admit(const Sequence& sequence, std::int64_t shared_tokens) const;
   bool is_protected(const Sequence& sequence) const noexcept;
-  void give_blocks_back(Sequence& sequence);
   void leave_running(Sequence& sequence);
 
   // A sequence that may compute prompt tokens in this step.
   struct Candidate {
     Sequence* sequence = nullptr;
+    // Another sample, and how many of its tokens it would begin with.
+    const Sequence* source = nullptr;
+    std::int64_t shared = 0;
     std::int64_t tokens = 0;  // its share of the budget
+
+    std::int64_t computed() const noexcept { return sequence->computed + shared; }
+    std::int64_t pending() const noexcept { return sequence->token_count() - computed(); }
   };
+  static Candidate candidate(Sequence& waiting) noexcept;
 
   const SchedulerSettings settings_;
-  const std::int64_t slots_per_block_;
   const std::int64_t tokens_max_;
   BlockPool& pool_;
   BlockTables& tables_;
+  SequenceBlocks blocks_;
 
   std::set<Sequence*, ByRank> waiting_;
-  std::int64_t parked_ = 0;          // waiting and paused: in no list
+  std::int64_t parked_ = 0;          // waiting, and paused or held back: in no list
   std::vector<Sequence*> running_;   // by rank
   std::int64_t paused_running_ = 0;  // of them
 

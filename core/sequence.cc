@@ -5,10 +5,12 @@
 
 namespace kvledger {
 
-Sequence::Sequence(const Arrival& arrival, std::vector<Token> prompt, RequestAccount ledger_account)
-    : id(arrival.id),
+Sequence::Sequence(const Arrival& arrival, std::vector<Token> prompt,
+                   std::shared_ptr<Request> whose, std::uint64_t index)
+    : id(arrival.id.value() + index),
+      request(std::move(whose)),
       tenant(arrival.tenant),
-      account(ledger_account),
+      account(request->account),
       priority(arrival.priority),
       prompt_count(static_cast<std::int64_t>(prompt.size())),
       output_tokens_max(arrival.output_tokens_max),

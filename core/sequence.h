@@ -12,9 +12,11 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "core/ledger.h"
+#include "core/request.h"
 #include "core/reservation.h"
 #include "core/types.h"
 
@@ -40,23 +42,31 @@ struct SequenceTimes {
 // Priorities lie between -kPriorityMax and kPriorityMax; the service's contract is narrower.
 inline constexpr std::int32_t kPriorityMax = 100;
 
+// Most samples of one request.
+inline constexpr std::int64_t kSamplesMax = 16;
+
 // What a request asks of the scheduler.
 struct Arrival {
+  // Of its first sample; the others have the ids that follow.
   SequenceId id;
   TenantId tenant;
   // When the service took the request in; not after the time of the plan that receives it.
   Nanoseconds arrived_at = 0;
   // Lower runs first.
   std::int32_t priority = 0;
-  // Most output tokens, at least 1.
+  // Most output tokens of a sample, at least 1.
   std::int64_t output_tokens_max = 1;
   bool ignore_end_of_text = false;
+  // Sequences that continue the prompt, from 1 to kSamplesMax.
+  std::int64_t samples = 1;
 };
 
 struct Sequence {
   enum class State : std::uint8_t { kWaiting, kRunning, kEnded };
 
-  Sequence(const Arrival& arrival, std::vector<Token> prompt, RequestAccount ledger_account);
+  // The sample `index` of a request, which does not know it yet.
+  Sequence(const Arrival& arrival, std::vector<Token> prompt, std::shared_ptr<Request> whose,
+           std::uint64_t index = 0);
 
   std::int64_t token_count() const noexcept { return static_cast<std::int64_t>(tokens.size()); }
   std::int64_t pending() const noexcept { return token_count() - computed; }
@@ -67,6 +77,7 @@ struct Sequence {
   void spend(Nanoseconds now, Activity next) noexcept;
 
   const SequenceId id;
+  const std::shared_ptr<Request> request;
   const TenantId tenant;
   const RequestAccount account;
   const std::int32_t priority;
@@ -88,13 +99,18 @@ struct Sequence {
 
   // Not to be planned until somebody takes what it produced.
   bool paused = false;
+  // Not to be admitted while another sample computes the prompt.
+  bool held_back = false;
   // True while an uncommitted step names the sequence.
   bool in_step = false;
   EndReason end_reason = EndReason::kStop;
 
   std::int64_t overtaken = 0;
   std::int64_t preemptions = 0;
+  std::int64_t computed_tokens = 0;  // each time they were
   std::int64_t recomputed_tokens = 0;
+  // Tokens that it did not compute because another sample had.
+  std::int64_t shared_tokens = 0;
   bool admitted_before = false;
   SequenceTimes times;
   Activity activity = Activity::kQueued;

@@ -38,13 +38,15 @@ std::optional<StepPlanView> StepPlanView::read(std::span<const std::int32_t> buf
   const std::int64_t sequences = header.sequences;
   const std::int64_t logits = header.logits;
   const std::int64_t deltas = header.deltas;
+  const std::int64_t copies = header.copies;
   const bool whole =
       take(rest, tokens, view.token_ids) && take(rest, tokens, view.positions) &&
       take(rest, sequences, view.rows) && take(rest, sequences + 1, view.query_start) &&
       take(rest, sequences, view.context_length) && take(rest, sequences, view.adapters) &&
       take(rest, logits, view.logit_tokens) && take(rest, logits, view.logit_rows) &&
       take(rest, deltas, view.delta_rows) && take(rest, deltas, view.delta_indices) &&
-      take(rest, deltas, view.delta_blocks);
+      take(rest, deltas, view.delta_blocks) && take(rest, copies, view.copy_from) &&
+      take(rest, copies, view.copy_to);
   if (!whole || !rest.empty()) {
     return std::nullopt;
   }
@@ -59,7 +61,8 @@ StepPlan::StepPlan(std::int64_t tokens_max, std::int64_t sequences_max, std::int
   reserve(sequences_max + 1, rows_, query_start_, context_length_, adapters_);
   reserve(sequences_max, logit_tokens_, logit_rows_);
   reserve(deltas_max, delta_rows_, delta_indices_, delta_blocks_);
-  reserve(kStepPlanHeaderWords + 2 * tokens_max + 6 * sequences_max + 1 + 3 * deltas_max, buffer_);
+  reserve(sequences_max, copy_from_, copy_to_);
+  reserve(kStepPlanHeaderWords + 2 * tokens_max + 8 * sequences_max + 1 + 3 * deltas_max, buffer_);
 }
 
 void StepPlan::begin(StepId step) {
@@ -68,9 +71,9 @@ void StepPlan::begin(StepId step) {
   header_.version = StepPlanHeader::kVersion;
   header_.step_low = static_cast<std::int32_t>(static_cast<std::uint32_t>(step.value()));
   header_.step_high = static_cast<std::int32_t>(static_cast<std::uint32_t>(step.value() >> 32));
-  for (auto* array :
-       {&token_ids_, &positions_, &rows_, &query_start_, &context_length_, &adapters_,
-        &logit_tokens_, &logit_rows_, &delta_rows_, &delta_indices_, &delta_blocks_, &buffer_}) {
+  for (auto* array : {&token_ids_, &positions_, &rows_, &query_start_, &context_length_, &adapters_,
+                      &logit_tokens_, &logit_rows_, &delta_rows_, &delta_indices_, &delta_blocks_,
+                      &copy_from_, &copy_to_, &buffer_}) {
     array->clear();
   }
   query_start_.push_back(0);
@@ -81,6 +84,11 @@ void StepPlan::append_delta(TableRow row, std::int64_t index, BlockId block) {
   delta_rows_.push_back(static_cast<std::int32_t>(row.value()));
   delta_indices_.push_back(static_cast<std::int32_t>(index));
   delta_blocks_.push_back(static_cast<std::int32_t>(block.value()));
+}
+
+void StepPlan::append_copy(BlockId from, BlockId to) {
+  copy_from_.push_back(static_cast<std::int32_t>(from.value()));
+  copy_to_.push_back(static_cast<std::int32_t>(to.value()));
 }
 
 void StepPlan::append_sequence(TableRow row, std::span<const Token> tokens, std::int64_t position,
@@ -98,9 +106,14 @@ void StepPlan::append_sequence(TableRow row, std::span<const Token> tokens, std:
   context_length_.push_back(first + count);
   adapters_.push_back(0);
   if (wants_logits) {
-    logit_tokens_.push_back(query_start_.back() - 1);
-    logit_rows_.push_back(row_index);
+    append_logits(query_start_.back() - 1, row);
   }
+}
+
+void StepPlan::append_logits(std::int32_t token, TableRow row) {
+  KVL_CHECK_LT(token, static_cast<std::int32_t>(token_ids_.size()));
+  logit_tokens_.push_back(token);
+  logit_rows_.push_back(static_cast<std::int32_t>(row.value()));
 }
 
 void StepPlan::begin_prefill() {
@@ -116,11 +129,12 @@ void StepPlan::finish() {
   header_.sequences = static_cast<std::int32_t>(rows_.size());
   header_.logits = static_cast<std::int32_t>(logit_tokens_.size());
   header_.deltas = static_cast<std::int32_t>(delta_rows_.size());
+  header_.copies = static_cast<std::int32_t>(copy_from_.size());
   buffer_.resize(kStepPlanHeaderWords);
   std::memcpy(buffer_.data(), &header_, sizeof(header_));
-  for (const auto* array :
-       {&token_ids_, &positions_, &rows_, &query_start_, &context_length_, &adapters_,
-        &logit_tokens_, &logit_rows_, &delta_rows_, &delta_indices_, &delta_blocks_}) {
+  for (const auto* array : {&token_ids_, &positions_, &rows_, &query_start_, &context_length_,
+                            &adapters_, &logit_tokens_, &logit_rows_, &delta_rows_, &delta_indices_,
+                            &delta_blocks_, &copy_from_, &copy_to_}) {
     buffer_.insert(buffer_.end(), array->begin(), array->end());
   }
   const std::optional<StepPlanView> view = StepPlanView::read(buffer_);

@@ -13,12 +13,15 @@
 //   adapters       [sequences]   0 today
 //   logit_tokens   [logits]      tokens whose logits are wanted, as indices into token_ids
 //   logit_rows     [logits]      the row of the sequence each belongs to
-//   delta_rows     [deltas]      row, index and block of every entry appended to the tables
+//   delta_rows     [deltas]      row, index and block of every entry set in the tables, in order
 //   delta_indices  [deltas]
 //   delta_blocks   [deltas]
+//   copy_from      [copies]      whole blocks to copy before anything is computed, one after the
+//   copy_to        [copies]      other: one may be copied to and then from
 //
 // A sequence of no tokens (query_start equal to its successor) is legal padding. Decode tokens
-// come first, prefill chunks after them.
+// come first, prefill chunks after them. A token's logits may be wanted for several rows: samples
+// of one request that begin here.
 
 #pragma once
 
@@ -40,6 +43,7 @@ struct StepPlanHeader {
   std::int32_t sequences = 0;
   std::int32_t logits = 0;
   std::int32_t deltas = 0;
+  std::int32_t copies = 0;
   // Tokens of sequences that are past their prompt; they stand first.
   std::int32_t decode_tokens = 0;
   // Most prompt tokens that this step would have taken, had there been as many.
@@ -48,7 +52,7 @@ struct StepPlanHeader {
   std::int32_t layer_group = 0;
 
   static constexpr std::int32_t kMagic = 0x4c504c4b;  // "KLPL"
-  static constexpr std::int32_t kVersion = 2;
+  static constexpr std::int32_t kVersion = 3;
 };
 
 inline constexpr std::int64_t kStepPlanHeaderWords = sizeof(StepPlanHeader) / sizeof(std::int32_t);
@@ -68,14 +72,16 @@ struct StepPlanView {
   std::span<const std::int32_t> delta_rows;
   std::span<const std::int32_t> delta_indices;
   std::span<const std::int32_t> delta_blocks;
+  std::span<const std::int32_t> copy_from;
+  std::span<const std::int32_t> copy_to;
 
   // Finds the arrays in `buffer`, wherever it lies; nothing if it is not a whole plan of this
   // version.
   static std::optional<StepPlanView> read(std::span<const std::int32_t> buffer);
 };
 
-// Builds a plan: begin(), the decode sequences, begin_prefill(), the prefill chunks, finish();
-// deltas at any time between.
+// Builds a plan: begin(), the decode sequences, begin_prefill(), the prefill chunks, more logits,
+// finish(); deltas and copies at any time between.
 class StepPlan {
  public:
   // Room for the largest plan, so that building one allocates nothing.
@@ -89,9 +95,12 @@ class StepPlan {
 
   void begin(StepId step);
   void append_delta(TableRow row, std::int64_t index, BlockId block);
+  void append_copy(BlockId from, BlockId to);
   // Appends `tokens`, consecutive ones of the sequence in `row`; the first has `position`.
   void append_sequence(TableRow row, std::span<const Token> tokens, std::int64_t position,
                        bool wants_logits);
+  // Wants the logits of a token, an index into the plan, for another row too.
+  void append_logits(std::int32_t token, TableRow row);
   void begin_prefill();
   void set_prefill_room(std::int64_t tokens) noexcept;
   void finish();
@@ -113,6 +122,8 @@ class StepPlan {
   std::vector<std::int32_t> delta_rows_;
   std::vector<std::int32_t> delta_indices_;
   std::vector<std::int32_t> delta_blocks_;
+  std::vector<std::int32_t> copy_from_;
+  std::vector<std::int32_t> copy_to_;
   std::vector<std::int32_t> buffer_;
   StepPlanView view_;
 };

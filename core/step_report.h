@@ -1,5 +1,5 @@
 // What a call of the engine changed, as flat arrays: which sequences were admitted, preempted or
-// refused, which tokens came out, and one receipt for every sequence that ended.
+// refused, which tokens came out, and one receipt for every request that ended.
 //
 // Every record is plain data of fixed layout, so the bindings hand the arrays to numpy as they
 // are. Who needs them past the next report copies them.
@@ -24,6 +24,8 @@ struct Admission {
   std::int32_t row = 0;
   // 1 if it ran before and was preempted.
   std::int32_t again = 0;
+  // Tokens with which it begins because another sample of its request has computed them.
+  std::int64_t shared_tokens = 0;
 };
 
 // A sequence lost its blocks and went back to the queue.
@@ -48,8 +50,10 @@ struct OutputToken {
   std::int32_t end_reason = 0;
 };
 
-// What one request cost. Times are nanoseconds and add up to the time from arrival to end.
+// What one request cost, all its samples together. Times are nanoseconds, of the sample that ended
+// last, and add up to the time from arrival to end; the end reason is that sample's too.
 struct Receipt {
+  // The request's first sample.
   std::uint64_t sequence = 0;
   std::uint32_t tenant = 0;
   std::uint32_t end_reason = 0;
@@ -58,6 +62,8 @@ struct Receipt {
   // Tokens whose keys and values were computed, recomputed ones counted each time.
   std::int64_t computed_tokens = 0;
   std::int64_t recomputed_tokens = 0;
+  // Tokens that samples did not compute because another sample had.
+  std::int64_t shared_tokens = 0;
   std::int64_t preemptions = 0;
   std::int64_t peak_blocks = 0;
   std::int64_t queued = 0;

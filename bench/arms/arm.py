@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ class ArmSettings:
     cores: tuple[int, ...]  # processors that a server may run on
     threads: int = 2
     kv_tokens: int = 32768  # room for keys and values
-    sequences: int = 16  # most at once
+    sequences: int = 32  # most at once
     context: int = 8192  # longest prompt and output together
 
 
@@ -72,6 +73,14 @@ class Arm(ABC):
     @abstractmethod
     def group(self) -> int:
         """The id of its process group, once started."""
+
+    def suspend(self) -> None:
+        """Stops the clock of the server's processes: some wait for work by asking all the time."""
+        os.killpg(self.group, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Lets them go on."""
+        os.killpg(self.group, signal.SIGCONT)
 
     @abstractmethod
     async def stop(self) -> None:

@@ -64,6 +64,7 @@ struct ArrivalArrays {
   Array<std::int32_t> priorities;
   Array<std::int64_t> output_tokens_max;
   Array<bool> ignore_end_of_text;
+  Array<std::int64_t> samples;
   Array<std::int64_t> offsets;
   Array<std::int32_t> tokens;
 
@@ -71,7 +72,7 @@ struct ArrivalArrays {
     const py::ssize_t count = ids.size();
     require(tenants.size() == count && arrived_at.size() == count && priorities.size() == count &&
                 output_tokens_max.size() == count && ignore_end_of_text.size() == count &&
-                offsets.size() == count + 1,
+                samples.size() == count && offsets.size() == count + 1,
             "arrival arrays differ in length");
     require(offsets.at(0) == 0 && offsets.at(count) == tokens.size(),
             "arrival offsets do not cover the tokens");
@@ -84,6 +85,9 @@ struct ArrivalArrays {
       arrival.priority = priorities.at(i);
       arrival.output_tokens_max = output_tokens_max.at(i);
       arrival.ignore_end_of_text = ignore_end_of_text.at(i);
+      arrival.samples = samples.at(i);
+      require(arrival.samples >= 1 && arrival.samples <= kSamplesMax,
+              "a request has 1 to 16 samples");
       const auto first = static_cast<std::size_t>(offsets.at(i));
       const auto last = static_cast<std::size_t>(offsets.at(i + 1));
       engine.accept(arrival, as_span(tokens).subspan(first, last - first));
@@ -177,13 +181,13 @@ BatchView make_batch(const Array<std::int32_t>& query_start,
 }
 
 void bind_records() {
-  PYBIND11_NUMPY_DTYPE(Admission, sequence, queued, row, again);
+  PYBIND11_NUMPY_DTYPE(Admission, sequence, queued, row, again, shared_tokens);
   PYBIND11_NUMPY_DTYPE(Preemption, sequence, computed_tokens);
   PYBIND11_NUMPY_DTYPE(Refusal, sequence, tokens, tokens_max);
   PYBIND11_NUMPY_DTYPE(OutputToken, sequence, token, end_reason);
   PYBIND11_NUMPY_DTYPE(Receipt, sequence, tenant, end_reason, prompt_tokens, output_tokens,
-                       computed_tokens, recomputed_tokens, preemptions, peak_blocks, queued,
-                       prefill, decode, paused, held_seconds, reserved_seconds, held_nanos,
+                       computed_tokens, recomputed_tokens, shared_tokens, preemptions, peak_blocks,
+                       queued, prefill, decode, paused, held_seconds, reserved_seconds, held_nanos,
                        reserved_nanos);
 }
 
@@ -216,6 +220,7 @@ void bind_plan(py::module_& module) {
                              [](const Plan& p) { return p.view().header.decode_tokens; })
       .def_property_readonly("prefill_room",
                              [](const Plan& p) { return p.view().header.prefill_room; })
+      .def_property_readonly("copies", [](const Plan& p) { return p.view().header.copies; })
       .def_property_readonly("token_ids", view(&StepPlanView::token_ids))
       .def_property_readonly("positions", view(&StepPlanView::positions))
       .def_property_readonly("rows", view(&StepPlanView::rows))
@@ -223,6 +228,8 @@ void bind_plan(py::module_& module) {
       .def_property_readonly("context_length", view(&StepPlanView::context_length))
       .def_property_readonly("logit_tokens", view(&StepPlanView::logit_tokens))
       .def_property_readonly("logit_rows", view(&StepPlanView::logit_rows))
+      .def_property_readonly("copy_from", view(&StepPlanView::copy_from))
+      .def_property_readonly("copy_to", view(&StepPlanView::copy_to))
       .def_property_readonly("buffer",
                              [](const py::object& self) {
                                return view_of(self.cast<const Plan&>().plan().buffer(), self);
@@ -255,20 +262,18 @@ void bind_arrivals(py::module_& module) {
       .def(py::init([](Array<std::uint64_t> ids, Array<std::uint32_t> tenants,
                        Array<std::int64_t> arrived_at, Array<std::int32_t> priorities,
                        Array<std::int64_t> output_tokens_max, Array<bool> ignore_end_of_text,
-                       Array<std::int64_t> offsets, Array<std::int32_t> tokens) {
-             return ArrivalArrays{std::move(ids),
-                                  std::move(tenants),
-                                  std::move(arrived_at),
-                                  std::move(priorities),
-                                  std::move(output_tokens_max),
-                                  std::move(ignore_end_of_text),
-                                  std::move(offsets),
-                                  std::move(tokens)};
+                       Array<std::int64_t> samples, Array<std::int64_t> offsets,
+                       Array<std::int32_t> tokens) {
+             return ArrivalArrays{
+                 std::move(ids),        std::move(tenants),           std::move(arrived_at),
+                 std::move(priorities), std::move(output_tokens_max), std::move(ignore_end_of_text),
+                 std::move(samples),    std::move(offsets),           std::move(tokens)};
            }),
            py::kw_only(), py::arg("ids").noconvert(), py::arg("tenants").noconvert(),
            py::arg("arrived_at").noconvert(), py::arg("priorities").noconvert(),
            py::arg("output_tokens_max").noconvert(), py::arg("ignore_end_of_text").noconvert(),
-           py::arg("offsets").noconvert(), py::arg("tokens").noconvert());
+           py::arg("samples").noconvert(), py::arg("offsets").noconvert(),
+           py::arg("tokens").noconvert());
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 
 #include "core/arena.h"
 #include "core/bindings/bindings.h"
+#include "core/cpu/block_copy.h"
 #include "core/kernels.h"
 #include "core/kv_format.h"
 
@@ -52,12 +53,24 @@ class KvMemory {
     return view;
   }
 
+  void copy_blocks(const Array<std::int32_t>& source, const Array<std::int32_t>& target) const {
+    require(source.size() == target.size(), "block arrays differ in length");
+    for (py::ssize_t i = 0; i < source.size(); ++i) {
+      require(is_block(source.at(i)) && is_block(target.at(i)) && source.at(i) != target.at(i),
+              "a block cannot be copied from or to there");
+    }
+    const py::gil_scoped_release unlocked;
+    kvledger::copy_blocks(arena_->data(), layout_.block_bytes(), as_span(source), as_span(target));
+  }
+
   const KvLayout& layout() const noexcept { return layout_; }
   std::int64_t blocks() const noexcept { return blocks_; }
   std::string format() const { return std::string(name(format_)); }
   Arena& arena() const noexcept { return *arena_; }
 
  private:
+  bool is_block(std::int32_t block) const noexcept { return block >= 0 && block < blocks_; }
+
   KvLayout layout_;
   KvFormat format_;
   std::int64_t blocks_;
@@ -99,6 +112,9 @@ void bind_kv_memory(py::module_& module) {
            py::arg("format"), py::arg("blocks"), py::call_guard<py::gil_scoped_release>(),
            "Raises MemoryError if the system has not enough.")
       .def("view", &KvMemory::view, py::keep_alive<0, 1>())
+      .def("copy_blocks", &KvMemory::copy_blocks, py::arg("source").noconvert(),
+           py::arg("target").noconvert(),
+           "Copies block source[i] to block target[i], one after the other.")
       .def("contiguous_view", &KvMemory::contiguous_view, py::keep_alive<0, 1>())
       .def_property_readonly("layout", [](const KvMemory& m) { return m.layout(); })
       .def_property_readonly("blocks", &KvMemory::blocks)

@@ -6,7 +6,6 @@ draining; everything else waits its turn in the core.
 
 from __future__ import annotations
 
-import itertools
 import secrets
 import time
 from collections.abc import Mapping
@@ -50,11 +49,17 @@ class Ticket:
     mailbox: Mailbox
     prompt_tokens: int
 
+    @property
+    def sequences(self) -> range:
+        """Of its samples."""
+        return self.mailbox.sequences
+
 
 @dataclass
 class _Entry:
     request_id: str
     tenant: str
+    samples: int
 
 
 class _EngineFlow:
@@ -84,7 +89,7 @@ class Admission:
         self._context_tokens = context_tokens
         self._queued_max = queued_max
         self._mailboxes = mailboxes
-        self._sequences = itertools.count(1)
+        self._next_sequence = 1
         self._entries: dict[int, _Entry] = {}
         self._draining = False
         self._finish_interval = 1.0  # seconds from one receipt to the next, smoothed
@@ -107,8 +112,9 @@ class Admission:
 
     def end_all(self) -> None:
         """Ends every open request before its time; their receipts follow."""
-        for sequence in self._entries:
-            self._engine.end(sequence, EndReason.CANCELLED)
+        for first, entry in self._entries.items():
+            for sequence in range(first, first + entry.samples):
+                self._engine.end(sequence, EndReason.CANCELLED)
 
     def enter(
         self,
@@ -119,6 +125,8 @@ class Admission:
         priority: int,
         ignore_eos: bool,
         stop_ids: frozenset[int] = frozenset(),
+        samples: int = 1,
+        prompt_logprobs: int | None = None,
     ) -> Ticket:
         """Submits a request to the engine.
 
@@ -133,13 +141,14 @@ class Admission:
             raise QueueFull(self.streams.waiting_count, self.retry_after)
         # What exceeds the room ends with CONTEXT instead of LENGTH: ask for one token too many.
         room = tokens_max - len(prompt)
-        sequence = next(self._sequences)
-        entry = _Entry(request_id=secrets.token_hex(16), tenant=caller.name)
+        sequence = self._next_sequence
+        self._next_sequence += samples
+        entry = _Entry(secrets.token_hex(16), caller.name, samples)
         if not self._entries:
             # Nothing could finish while nothing ran: that is no sign of a slow queue.
             self._last_finish = time.monotonic()
         self._entries[sequence] = entry
-        mailbox = self.streams.open(sequence)
+        mailbox = self.streams.open(sequence, samples)
         self._engine.submit(
             Job(
                 sequence=sequence,
@@ -151,6 +160,8 @@ class Admission:
                 priority=priority,
                 ignore_eos=ignore_eos,
                 stop_ids=stop_ids,
+                samples=samples,
+                prompt_logprobs=prompt_logprobs,
             )
         )
         return Ticket(entry.request_id, sequence, mailbox, len(prompt))
@@ -174,8 +185,10 @@ class Admission:
             request_id=entry.request_id,
             tenant=entry.tenant,
             reason=receipt.end_reason.name.lower(),
+            samples=entry.samples,
             prompt_tokens=receipt.prompt_tokens,
             output_tokens=receipt.output_tokens,
+            shared_tokens=receipt.shared_tokens,
             recomputed_tokens=receipt.recomputed_tokens,
             preemptions=receipt.preemptions,
             peak_blocks=receipt.peak_blocks,

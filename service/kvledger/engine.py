@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import TypeAlias
 
@@ -20,8 +20,9 @@ import structlog
 
 from kvledger import _core
 from kvledger.logit_changes import LogitChanges
-from kvledger.logprobs import TokenLogprobs
+from kvledger.logprobs import PromptLogprobs, TokenLogprobs
 from kvledger.models.llama import Llama
+from kvledger.prompt_scores import PromptScores
 from kvledger.sampling import Sampler, SamplingParameters
 
 _log = structlog.get_logger(__name__)
@@ -44,10 +45,10 @@ class EndReason(IntEnum):
 
 @dataclass(frozen=True)
 class Job:
-    """A sequence to compute.
+    """A request to compute: one sequence for each of its samples.
 
     `prompt` is int32 [tokens]; `arrived_at` is time.monotonic_ns() when the request came in;
-    `sequence` is never used twice.
+    `sequence` and the numbers of the other samples, which follow it, are never used twice.
     """
 
     sequence: int
@@ -60,6 +61,14 @@ class Job:
     ignore_eos: bool = False
     # Tokens that end it, besides those that end every text.
     stop_ids: frozenset[int] = frozenset()
+    samples: int = 1
+    # How many of the likeliest tokens to tell with each token of the prompt; None tells nothing.
+    prompt_logprobs: int | None = None
+
+    @property
+    def sequences(self) -> range:
+        """The numbers of all its samples."""
+        return range(self.sequence, self.sequence + self.samples)
 
 
 @dataclass(frozen=True)
@@ -69,6 +78,8 @@ class StepOutcome:
     report: _core.Report
     # By sequence: of its token in the report, where its request asked.
     logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
+    # By request, of tokens of its prompt.
+    prompts: Mapping[int, Sequence[PromptLogprobs]] = field(default_factory=dict)
 
     @property
     def is_empty(self) -> bool:
@@ -80,6 +91,7 @@ class StepOutcome:
             or report.receipts.size
             or report.refusals.size
             or report.preemptions.size
+            or self.prompts
         )
 
 
@@ -122,6 +134,7 @@ class _Open:
 
     sampling: SamplingParameters
     stop_ids: frozenset[int]
+    samples: range  # of its request
     # Kept until the changes are made from it, where there are any to make.
     prompt: npt.NDArray[np.int32] | None
     changes: LogitChanges | None = None
@@ -152,6 +165,7 @@ class Engine:
         self._stopping = False
         self._open: dict[int, _Open] = {}
         self._owners: dict[int, int] = {}  # sequence that was admitted to a row last, by row
+        self._scores = PromptScores()
         self._stoppable: set[int] = set()  # sequences with tokens of their own that end them
         self._last_beat = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -189,13 +203,16 @@ class Engine:
         return not self._thread.is_alive()
 
     def submit(self, job: Job) -> None:
-        """Takes in a job. Its receipt will be published exactly once."""
+        """Takes in a job. One receipt for all its samples will be published, exactly once."""
         with self._wakeup:
             self._arrivals.append(job)
             self._wakeup.notify()
 
     def end(self, sequence: int, reason: EndReason) -> None:
-        """Ends a sequence before its time; one that has ended already is left alone."""
+        """Ends a sequence before its time; one that has ended already is left alone.
+
+        With FAILED, the other samples of its request end as well.
+        """
         with self._wakeup:
             self._ends.append((sequence, reason))
             self._wakeup.notify()
@@ -253,10 +270,25 @@ class Engine:
             self._hand_out(self._core.abandon(plan.step, time.monotonic_ns()))
             return True
         offsets = np.arange(len(tokens) + 1, dtype=np.int32)
+        prompts = self._score_prompts(plan)
         report = self._core.commit(plan.step, tokens, offsets, time.monotonic_ns())
         self._end_at_stop_ids(report)
-        self._hand_out(report, logprobs)
+        self._hand_out(report, logprobs, prompts)
         return True
+
+    def _score_prompts(self, plan: _core.Plan) -> Mapping[int, Sequence[PromptLogprobs]]:
+        if not self._scores:
+            return {}
+        return self._scores.of_step(
+            plan,
+            lambda row: self._open[self._owners[row]].samples.start,
+            self._model.score,
+            self._fail,
+        )
+
+    def _fail(self, request: int) -> None:
+        _log.error("prompt_logprobs_failed", exc_info=True, sequences=1)
+        self.end(request, EndReason.FAILED)
 
     def _admit(self, sequence: int, row: int) -> None:
         """Tells the sampler who has a row from now on.
@@ -300,7 +332,7 @@ class Engine:
         if ends and arrivals:
             # A job that ends before the core has seen it must arrive first: ends that name an
             # arrival of this very moment wait for the next step.
-            new = {job.sequence for job in arrivals}
+            new = {sequence for job in arrivals for sequence in job.sequences}
             later = [end for end in ends if end[0] in new]
             if later:
                 ends = [end for end in ends if end[0] not in new]
@@ -308,11 +340,19 @@ class Engine:
                     self._ends[:0] = later
         for job in arrivals:
             wants_changes = job.sampling.changes.changes_anything
-            self._open[job.sequence] = _Open(
-                job.sampling, job.stop_ids, job.prompt if wants_changes else None
-            )
-            if job.stop_ids:
-                self._stoppable.add(job.sequence)
+            for index, sequence in enumerate(job.sequences):
+                # A sample draws what a request of its own with this seed would.
+                seed = (job.sampling.seed + index) % 2**64
+                self._open[sequence] = _Open(
+                    replace(job.sampling, seed=seed),
+                    job.stop_ids,
+                    job.sequences,
+                    job.prompt if wants_changes else None,
+                )
+                if job.stop_ids:
+                    self._stoppable.add(sequence)
+            if job.prompt_logprobs is not None:
+                self._scores.ask(job.sequence, job.prompt, job.prompt_logprobs)
         return arrivals, ends
 
     def _take_pauses(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
@@ -333,18 +373,24 @@ class Engine:
         }
 
     def _hand_out(
-        self, report: _core.Report, logprobs: Mapping[int, TokenLogprobs] | None = None
+        self,
+        report: _core.Report,
+        logprobs: Mapping[int, TokenLogprobs] | None = None,
+        prompts: Mapping[int, Sequence[PromptLogprobs]] | None = None,
     ) -> None:
         for receipt in report.receipts:
-            self._forget(int(receipt["sequence"]))
+            for sequence in self._open[int(receipt["sequence"])].samples:
+                self._forget(sequence)
         for refusal in report.refusals:
-            self._forget(int(refusal["sequence"]))
-        outcome = StepOutcome(report, logprobs or {})
+            for sequence in self._open[int(refusal["sequence"])].samples:
+                self._forget(sequence)
+        outcome = StepOutcome(report, logprobs or {}, prompts or {})
         if not outcome.is_empty:
             self._publish(outcome)
 
     def _forget(self, sequence: int) -> None:
         self._stoppable.discard(sequence)
+        self._scores.forget(sequence)
         entry = self._open.pop(sequence, None)
         if entry is not None:
             self._leave_row(sequence, entry)
@@ -367,6 +413,7 @@ def _as_arrays(jobs: list[Job]) -> _core.Arrivals | None:
         priorities=np.array([job.priority for job in jobs], dtype=np.int32),
         output_tokens_max=np.array([job.max_tokens for job in jobs], dtype=np.int64),
         ignore_end_of_text=np.array([job.ignore_eos for job in jobs], dtype=np.bool_),
+        samples=np.array([job.samples for job in jobs], dtype=np.int64),
         offsets=np.cumsum(lengths, dtype=np.int64),
         tokens=np.concatenate([job.prompt for job in jobs]).astype(np.int32, copy=False),
     )

@@ -53,6 +53,8 @@ _TABLE = (
     Limit("stop.min_tokens", 0, 2**31 - 1, "tokens"),
     Limit("stop.token_ids", 0, 64, "ids"),
     Limit("output.top_logprobs", 0, 20, "tokens"),
+    Limit("output.prompt_logprobs", 0, 20, "tokens"),
+    Limit("samples", 1, 16, "samples"),
     Limit("priority", -10, 10, ""),
     Limit("queue_timeout", 0.0, 3600.0, "seconds"),
 )
@@ -122,6 +124,8 @@ def _generate_violations(
     yield from _bias_violations(request.sampling, vocabulary)
     yield from _stop_violations(request.stop, vocabulary)
     yield from _output_violations(request.output)
+    if request.HasField("samples"):
+        yield from _counted("samples", "samples", request.samples)
     yield from _counted("priority", "priority", request.priority)
     if request.HasField("queue_timeout"):
         timeout = request.queue_timeout
@@ -219,13 +223,14 @@ def _stop_violations(stop: generation_pb2.StopOptions, vocabulary: int) -> Itera
 
 
 def _output_violations(output: generation_pb2.OutputOptions) -> Iterator[FieldViolation]:
-    if output.HasField("top_logprobs"):
-        yield from _counted("output.top_logprobs", "output.top_logprobs", output.top_logprobs)
+    for name in ("top_logprobs", "prompt_logprobs"):
+        if not output.HasField(name):
+            continue
+        field = f"output.{name}"
+        yield from _counted(field, field, getattr(output, name))
         if output.final_only:
-            # All of a long output's would be larger than any message.
-            yield FieldViolation(
-                "output.top_logprobs", "comes with deltas; output.final_only sends none"
-            )
+            # All of a long text's would be larger than any message.
+            yield FieldViolation(field, "comes in messages of its own; output.final_only has none")
 
 
 def _id_violations(

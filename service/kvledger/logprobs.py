@@ -38,3 +38,53 @@ def token_logprobs(logits: npt.NDArray[np.float32], token: int, count: int) -> T
         logprob=float(logits[token]) - highest - total,
         top=tuple((other, float(logits[other]) - highest - total) for other in likeliest),
     )
+
+
+@dataclass(frozen=True)
+class PromptLogprobs:
+    """How likely some tokens of a prompt were, compactly: a long prompt has thousands.
+
+    Row i is about the token at `first` + i: `tokens` is int32 and `logprobs` float32, both
+    [n, 1 + count]; the token that stands there comes first, then the likeliest. Where there are
+    fewer, the token is -1.
+    """
+
+    first: int
+    tokens: npt.NDArray[np.int32]
+    logprobs: npt.NDArray[np.float32]
+
+    def rows(self, start: int, count: int) -> list[TokenLogprobs]:
+        """Some of the rows, one after the other."""
+        part = slice(start, start + count)
+        rows = zip(self.tokens[part].tolist(), self.logprobs[part].tolist(), strict=True)
+        return [
+            TokenLogprobs(
+                token=tokens[0],
+                logprob=logprobs[0],
+                top=tuple(
+                    (token, logprob)
+                    for token, logprob in zip(tokens[1:], logprobs[1:], strict=True)
+                    if token >= 0
+                ),
+            )
+            for tokens, logprobs in rows
+        ]
+
+
+def prompt_logprobs(
+    logits: npt.NDArray[np.float32], prompt: npt.NDArray[np.int32], first: int, count: int
+) -> PromptLogprobs:
+    """Of the tokens of `prompt` from `first` on, one for each row of logits [n, vocabulary].
+
+    Raises ValueError where a row has no usable number.
+    """
+    tokens = np.full((len(logits), 1 + count), -1, dtype=np.int32)
+    logprobs = np.zeros((len(logits), 1 + count), dtype=np.float32)
+    for row, values in enumerate(logits):
+        if not np.isfinite(values.max()):
+            raise ValueError("logits of a prompt hold no usable number")
+        found = token_logprobs(values, int(prompt[first + row]), count)
+        told = ((found.token, found.logprob), *found.top)
+        tokens[row, : len(told)] = [token for token, _ in told]
+        logprobs[row, : len(told)] = [logprob for _, logprob in told]
+    return PromptLogprobs(first, tokens, logprobs)

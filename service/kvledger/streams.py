@@ -12,12 +12,12 @@ each receipt is told exactly once.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvledger.engine import EndReason, StepOutcome
-from kvledger.logprobs import TokenLogprobs
+from kvledger.logprobs import PromptLogprobs, TokenLogprobs
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class Receipt:
     reserved_seconds: int
     reserved_nanos: int
     paused: int = 0
+    shared_tokens: int = 0
 
 
 @dataclass
@@ -48,8 +49,14 @@ class Mail:
     # Nanoseconds it had waited when it was admitted; None in all mails but one.
     admitted_after: int | None = None
     tokens: list[int] = field(default_factory=list)
+    # The sample that each token belongs to; empty where the request has only one.
+    samples: list[int] = field(default_factory=list)
     # One for each token where the request asked, otherwise none.
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    # Samples that ended with a token of theirs, and why.
+    ends: dict[int, EndReason] = field(default_factory=dict)
+    # Of tokens of the prompt, in order.
+    prompt: list[PromptLogprobs] = field(default_factory=list)
     # Set in the last mail.
     receipt: Receipt | None = None
     # The core could not run it at all; also the last mail.
@@ -85,10 +92,13 @@ class MailboxLimits:
 class Mailbox:
     """The reader's end of one request."""
 
-    def __init__(self, sequence: int, limits: MailboxLimits, flow: Flow) -> None:
-        self._sequence = sequence
-        self._limits = limits
+    def __init__(self, sequences: range, limits: MailboxLimits, flow: Flow) -> None:
+        """`sequences` are the request's samples."""
+        self.sequences = sequences
+        self._tokens_max = limits.tokens * len(sequences)
+        self._stall_seconds = limits.stall_seconds
         self._flow = flow
+        self._admitted = False
         self._mail = Mail()
         self._something = asyncio.Event()
         self._stall: asyncio.TimerHandle | None = None  # while the sequence pauses
@@ -102,13 +112,15 @@ class Mailbox:
         if self._stall is not None:
             self._end_stall()
             if not mail.is_last:
-                self._flow.resume(self._sequence)
+                for sequence in self.sequences:
+                    self._flow.resume(sequence)
         return mail
 
     def _give_up(self) -> None:
         self._stall = None
         self.gave_up = True
-        self._flow.give_up(self._sequence)
+        for sequence in self.sequences:
+            self._flow.give_up(sequence)
 
     def _end_stall(self) -> None:
         if self._stall is not None:
@@ -116,23 +128,40 @@ class Mailbox:
             self._stall = None
 
     def admit(self, queued: int) -> None:
-        """Puts in that the request was admitted; only the first time counts."""
-        if self._mail.admitted_after is None:
-            self._mail.admitted_after = queued
+        """Puts in that a sample was admitted; only the first one counts."""
+        if self._admitted:
+            return
+        self._admitted = True
+        self._mail.admitted_after = queued
         self._something.set()
 
-    def add_token(self, token: int, logprobs: TokenLogprobs | None = None) -> None:
-        """Puts in one token."""
-        self._mail.tokens.append(token)
-        if logprobs is not None:
-            self._mail.logprobs.append(logprobs)
+    def add_prompt(self, logprobs: Sequence[PromptLogprobs]) -> None:
+        """Puts in what is known of the prompt."""
+        self._mail.prompt.extend(logprobs)
         self._something.set()
-        full = len(self._mail.tokens) >= self._limits.tokens
+
+    def add_token(
+        self,
+        sequence: int,
+        token: int,
+        logprobs: TokenLogprobs | None = None,
+        end_reason: EndReason | None = None,
+    ) -> None:
+        """Puts in one token of a sample, and why the sample ends with it, if it does."""
+        mail, sample = self._mail, sequence - self.sequences.start
+        mail.tokens.append(token)
+        if len(self.sequences) > 1:
+            mail.samples.append(sample)
+        if logprobs is not None:
+            mail.logprobs.append(logprobs)
+        if end_reason is not None:
+            mail.ends[sample] = end_reason
+        self._something.set()
+        full = len(mail.tokens) >= self._tokens_max
         if full and self._stall is None and not self.gave_up:
-            self._flow.pause(self._sequence)
-            self._stall = asyncio.get_running_loop().call_later(
-                self._limits.stall_seconds, self._give_up
-            )
+            for each in self.sequences:
+                self._flow.pause(each)
+            self._stall = asyncio.get_running_loop().call_later(self._stall_seconds, self._give_up)
 
     def finish(self, receipt: Receipt) -> None:
         """Puts in the receipt."""
@@ -148,12 +177,12 @@ class Mailbox:
 
 
 class Streams:
-    """All open requests, by sequence. Belongs to the event loop's thread."""
+    """All open requests, by the sequences of their samples. Belongs to the event loop's thread."""
 
     def __init__(
         self, limits: MailboxLimits, flow: Flow, on_end: Callable[[int, Receipt | None], None]
     ) -> None:
-        """`on_end` is told each request's sequence and receipt, exactly once.
+        """`on_end` is told each request's first sequence and its receipt, exactly once.
 
         There is no receipt for a request that the core refused to take.
         """
@@ -161,6 +190,7 @@ class Streams:
         self._flow = flow
         self._on_end = on_end
         self._mailboxes: dict[int, Mailbox] = {}
+        self._open_count = 0
         self._waiting: set[int] = set()
         self._nobody = asyncio.Event()
         self._nobody.set()
@@ -168,17 +198,18 @@ class Streams:
     @property
     def open_count(self) -> int:
         """Requests without a receipt yet."""
-        return len(self._mailboxes)
+        return self._open_count
 
     @property
     def waiting_count(self) -> int:
         """Requests that were never admitted yet."""
         return len(self._waiting)
 
-    def open(self, sequence: int) -> Mailbox:
-        """A mailbox for a new request."""
-        mailbox = Mailbox(sequence, self._limits, self._flow)
-        self._mailboxes[sequence] = mailbox
+    def open(self, sequence: int, samples: int = 1) -> Mailbox:
+        """A mailbox for a new request, whose samples are `sequence` and those that follow it."""
+        mailbox = Mailbox(range(sequence, sequence + samples), self._limits, self._flow)
+        self._mailboxes.update(dict.fromkeys(mailbox.sequences, mailbox))
+        self._open_count += 1
         self._waiting.add(sequence)
         self._nobody.clear()
         return mailbox
@@ -192,35 +223,47 @@ class Streams:
         report = outcome.report
         for sequence, queued, again in report.admissions[["sequence", "queued", "again"]].tolist():
             if not again:
-                self._waiting.discard(sequence)
-                self._mailboxes[sequence].admit(queued)
-        for sequence, token, _ in report.tokens.tolist():
-            self._mailboxes[sequence].add_token(token, outcome.logprobs.get(sequence))
+                mailbox = self._mailboxes[sequence]
+                self._waiting.discard(mailbox.sequences.start)
+                mailbox.admit(queued)
+        for sequence, logprobs in outcome.prompts.items():
+            self._mailboxes[sequence].add_prompt(logprobs)
+        for sequence, token, end_reason in report.tokens.tolist():
+            self._mailboxes[sequence].add_token(
+                sequence,
+                token,
+                outcome.logprobs.get(sequence),
+                EndReason(end_reason) if end_reason else None,
+            )
         for row in report.receipts:
             sequence = int(row["sequence"])
             self._close(sequence, _receipt(row))
         for refusal in report.refusals:
             sequence = int(refusal["sequence"])
-            self._waiting.discard(sequence)
-            self._mailboxes.pop(sequence).refuse()
+            self._remove(sequence).refuse()
             self._on_end(sequence, None)
         if not self._mailboxes:
             self._nobody.set()
 
     def fail_all(self) -> None:
         """Ends every request without a receipt: the engine is gone."""
-        for sequence, mailbox in list(self._mailboxes.items()):
-            mailbox.refuse()
-            self._on_end(sequence, None)
-        self._mailboxes.clear()
-        self._waiting.clear()
+        for mailbox in {id(mailbox): mailbox for mailbox in self._mailboxes.values()}.values():
+            self._remove(mailbox.sequences.start).refuse()
+            self._on_end(mailbox.sequences.start, None)
         self._nobody.set()
 
     def _close(self, sequence: int, receipt: Receipt) -> None:
-        self._waiting.discard(sequence)
-        mailbox = self._mailboxes.pop(sequence)
-        mailbox.finish(receipt)
+        self._remove(sequence).finish(receipt)
         self._on_end(sequence, receipt)
+
+    def _remove(self, first: int) -> Mailbox:
+        """Forgets a request."""
+        self._waiting.discard(first)
+        self._open_count -= 1
+        mailbox = self._mailboxes[first]
+        for sequence in mailbox.sequences:
+            del self._mailboxes[sequence]
+        return mailbox
 
 
 def _receipt(row: object) -> Receipt:

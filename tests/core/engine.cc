@@ -365,10 +365,10 @@ TEST_CASE("the audit finds a block in a table that the ledger gave away") {
   SUBCASE("more in the table than in the ledger") {
     tables_of(driver).append(row, block);
     CHECK(driver.engine.audit().value_or("") ==
-          "sequence 1 has 2 blocks in its table and 1 in the ledger");
+          "block 0 is referenced 1 times and stands in 2 tables");
     tables_of(driver).clear(row);
     CHECK(driver.engine.audit().value_or("") ==
-          "sequence 1 has 0 blocks in its table and 1 in the ledger");
+          "request 1 has 0 blocks in its tables and 1 in the ledger");
     tables_of(driver).append(row, block);
   }
   SUBCASE("another one's block in the table") {
@@ -378,7 +378,7 @@ TEST_CASE("the audit finds a block in a table that the ledger gave away") {
     }
     tables_of(driver).clear(row);
     tables_of(driver).append(row, other);
-    CHECK(driver.engine.audit().value_or("").find("in its table, which is not its own") !=
+    CHECK(driver.engine.audit().value_or("").find("in its table, which is not its request's") !=
           std::string::npos);
     tables_of(driver).clear(row);
     tables_of(driver).append(row, block);

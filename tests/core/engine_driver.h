@@ -37,6 +37,7 @@ class EngineDriver {
     TenantId tenant{1};
     std::int32_t priority = 0;
     bool ignore_end_of_text = false;
+    std::int64_t samples = 1;
   };
 
   bool accept(std::uint64_t id, std::int64_t prompt_tokens, std::int64_t output_tokens_max) {
@@ -47,6 +48,7 @@ class EngineDriver {
     arrival.priority = manner.priority;
     arrival.output_tokens_max = output_tokens_max;
     arrival.ignore_end_of_text = manner.ignore_end_of_text;
+    arrival.samples = manner.samples;
     const std::vector<Token> prompt(static_cast<std::size_t>(prompt_tokens), 5);
     const bool accepted = engine.accept(arrival, prompt);
     look();

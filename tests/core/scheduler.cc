@@ -384,8 +384,10 @@ TEST_CASE("a sequence is taken out once") {
   settings.token_budget = 8;
   settings.sequences_max = 2;
   Scheduler scheduler(settings, 4, 17, pool, tables);
-  Sequence sequence(Arrival{}, {1, 2, 3}, ledger.open(TenantId{1}));
-  scheduler.enqueue(sequence);
+  const auto request = std::make_shared<Request>(SequenceId{0}, ledger.open(TenantId{1}));
+  Sequence sequence(Arrival{}, {1, 2, 3}, request);
+  request->samples.push_back(&sequence);
+  scheduler.enqueue(*request);
   CHECK(scheduler.waiting() == 1);
   scheduler.remove(sequence);
   CHECK(sequence.state == Sequence::State::kEnded);

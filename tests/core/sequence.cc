@@ -15,7 +15,7 @@ Sequence arrived_at(Nanoseconds time, std::int64_t prompt_tokens = 5) {
   arrival.priority = -3;
   arrival.output_tokens_max = 9;
   return Sequence(arrival, std::vector<Token>(static_cast<std::size_t>(prompt_tokens), 1),
-                  RequestAccount{4});
+                  std::make_shared<Request>(arrival.id, RequestAccount{4}));
 }
 
 void check_times(const Sequence& sequence, Nanoseconds queued, Nanoseconds prefill,

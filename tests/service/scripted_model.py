@@ -73,16 +73,23 @@ class ScriptedModel:
     def __init__(self, vocabulary: int = VOCABULARY) -> None:
         self.following = alphabet()
         self.vocabulary = vocabulary
+        self._tokens = np.empty(0, dtype=np.int32)  # of the last step
         self.before_step: Callable[[_core.Plan], None] = lambda plan: None
         self.after_step: Callable[[torch.Tensor, _core.Plan], None] = lambda logits, plan: None
 
     def forward(self, plan: _core.Plan, beat: Callable[[], None] = lambda: None) -> torch.Tensor:
         self.before_step(plan)
         beat()
-        last = plan.token_ids[plan.logit_tokens]
-        logits = torch.zeros(plan.logits, self.vocabulary)
-        logits[np.arange(plan.logits), torch.from_numpy(self.following[last])] = 20.0
+        self._tokens = plan.token_ids.copy()
+        logits = self.score(plan.logit_tokens.astype(np.int64))
         self.after_step(logits, plan)
+        return logits
+
+    def score(self, tokens: npt.NDArray[np.int64]) -> torch.Tensor:
+        """See Llama.score."""
+        logits = torch.zeros(len(tokens), self.vocabulary)
+        following = torch.from_numpy(self.following[self._tokens[tokens]])
+        logits[np.arange(len(tokens)), following] = 20.0
         return logits
 
 

@@ -41,6 +41,7 @@ def arrivals(
         "priorities": np.zeros(count, np.int32),
         "output_tokens_max": np.full(count, max_tokens, np.int64),
         "ignore_end_of_text": np.ones(count, np.bool_),
+        "samples": np.ones(count, np.int64),
         "offsets": np.cumsum([0, *map(len, prompts)]).astype(np.int64),
         "tokens": np.array([token for prompt in prompts for token in prompt], dtype=np.int32),
     }

@@ -130,6 +130,13 @@ ROWS: dict[str, tuple[Callable[[Any], Any], str, float | None, float | None]] = 
     "stop.min_tokens": (lambda n: stop(min_tokens=n), "stop.min_tokens", None, 2**31),
     "stop.token_ids": (lambda n: stop(token_ids=[5] * n), "stop.token_ids", None, 65),
     "output.top_logprobs": (lambda n: told(top_logprobs=n), "output.top_logprobs", None, 21),
+    "output.prompt_logprobs": (
+        lambda n: told(prompt_logprobs=n),
+        "output.prompt_logprobs",
+        None,
+        21,
+    ),
+    "samples": (lambda n: generate(samples=n), "samples", 0, 17),
     "stop.max_tokens": (lambda n: stop(max_tokens=n), "stop.max_tokens", 0, 2**31),
     "stop.sequences": (lambda n: stop(sequences=["s"] * n), "stop.sequences", None, 17),
     "stop.sequences.text": (lambda n: stop(sequences=["a", "s" * n]), "stop.sequences[1]", 0, 257),
@@ -251,6 +258,8 @@ def test_log_probabilities_come_with_deltas() -> None:
     for count in (0, 5):
         found = violations(told(final_only=True, top_logprobs=count))
         assert set(found) == {"output.top_logprobs"}
+        found = violations(told(final_only=True, prompt_logprobs=count))
+        assert set(found) == {"output.prompt_logprobs"}
 
 
 def test_what_is_unset_is_not_checked() -> None:

@@ -32,6 +32,7 @@ Case draw_mixed(Random& random) {
   drawn.output_max = random.between(1, 2 * slots);
   drawn.priority_max = random.chance(500) ? random.between(0, kPriorityMax) : 0;
   drawn.tenants = random.between(1, 4);
+  drawn.samples_max = random.chance(300) ? random.between(2, 6) : 1;
   drawn.arrival = random.between(20, 900);
   drawn.cancel = random.between(0, 60);
   drawn.cancel_in_step = random.between(0, 60);
@@ -109,6 +110,11 @@ Case draw_case(Random& random, Arm arm) {
     case Arm::kFailures:
       drawn.abandon = random.between(5, 100);
       drawn.unusable_logits = random.between(5, 50);
+      break;
+    case Arm::kSamples:
+      drawn.samples_max = random.between(2, kSamplesMax);
+      drawn.live_max = 24;
+      drawn.arrival = 500;
       break;
     case Arm::kNearEnd:
       drawn.engine.context_tokens = slots + random.between(-2, 2);

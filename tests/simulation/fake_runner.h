@@ -9,6 +9,7 @@
 
 #include <cstdint>
 #include <span>
+#include <unordered_map>
 #include <vector>
 
 #include "core/block_table.h"
@@ -18,14 +19,15 @@
 
 namespace kvledger::simulation {
 
-// The continuation of every prompt, known in advance: a function of the sequence and its tokens.
+// The continuation of every prompt, known in advance: a function of the request, which sample of it
+// this is, and the tokens so far. What keys and values depend on is the same for all samples.
 struct Text {
   std::uint64_t seed = 0;
   Token vocabulary = 2;
 
-  std::uint64_t begin(std::uint64_t sequence) const noexcept;
+  std::uint64_t begin(std::uint64_t request) const noexcept;
   std::uint64_t after(std::uint64_t digest, Token token) const noexcept;
-  Token next(std::uint64_t digest) const noexcept;
+  Token next(std::uint64_t digest, std::uint64_t sample = 0) const noexcept;
 };
 
 class FakeRunner {
@@ -33,21 +35,31 @@ class FakeRunner {
   FakeRunner(const Text& text, std::int64_t blocks, std::int64_t slots_per_block, std::int64_t rows,
              std::int64_t width);
 
+  // Learns which request the sequence `first` and those after it belong to.
+  void accept(std::uint64_t first, std::int64_t samples);
   // Follows what `report` and `plan` say about the tables.
   void follow(const StepReport& report, const StepPlanView& plan);
 
-  // Computes the plan and returns the digest at each token whose logits it wants. `tables` are the
-  // engine's own, as a kernel would read them now.
-  const std::vector<std::uint64_t>& run(const StepPlanView& plan, const BlockTables& tables);
+  // What the logits of a token say, and to which sample.
+  struct Wanted {
+    std::uint64_t digest = 0;
+    std::uint64_t sample = 0;
+  };
+
+  // Computes the plan and returns what its logits say. `tables` are the engine's own, as a kernel
+  // would read them now.
+  const std::vector<Wanted>& run(const StepPlanView& plan, const BlockTables& tables);
 
  private:
   struct Slot {
-    std::uint64_t sequence = 0;  // 0: poison
+    std::uint64_t request = 0;  // 0: poison
     std::int64_t position = 0;
     std::uint64_t digest = 0;
   };
 
   Slot& slot(std::int64_t row, std::int64_t position);
+  void poison(std::int64_t block);
+  std::uint64_t request_of(std::int64_t row) const;
   void run_sequence(const StepPlanView& plan, std::size_t index);
 
   const Text text_;
@@ -56,8 +68,9 @@ class FakeRunner {
   std::vector<Slot> slots_;              // by block, slots_per_block each
   std::vector<std::int32_t> tables_;     // the runner's own copy, kept up by deltas alone
   std::vector<std::uint64_t> sequence_;  // by row
-  std::vector<std::uint64_t> digests_;   // by token of the plan
-  std::vector<std::uint64_t> wanted_;
+  std::unordered_map<std::uint64_t, std::uint64_t> requests_;  // by sequence
+  std::vector<std::uint64_t> digests_;                         // by token of the plan
+  std::vector<Wanted> wanted_;
 };
 
 }  // namespace kvledger::simulation

@@ -69,6 +69,8 @@ void print(const char* title, const Outcome& outcome) {
       "abandoned, %lld commits of many tokens\n",
       "", l(outcome.cancelled_waiting), l(outcome.cancelled_in_prefill),
       l(outcome.cancelled_in_step), l(outcome.abandoned), l(outcome.commits_of_many));
+  std::printf("%-12s %8lld samples began with another, %lld later, %lld blocks copied\n", "",
+              l(counts.forks), l(counts.late_forks), l(counts.copies));
 }
 
 // Shorter runs of an arm may miss what it is for.
@@ -93,6 +95,8 @@ bool reached(Arm arm, const Outcome& outcome) {
       return outcome.abandoned > 0 && outcome.counts.ends[5] > 0;
     case Arm::kNearEnd:
       return outcome.counts.ends[3] > 0;
+    case Arm::kSamples:
+      return outcome.counts.forks > 0 && outcome.counts.late_forks > 0 && outcome.counts.copies > 0;
     case Arm::kMixed:
       return outcome.counts.ends[1] > 0 && outcome.counts.ends[2] > 0;
   }

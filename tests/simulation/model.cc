@@ -1,6 +1,7 @@
 #include "tests/simulation/model.h"
 
 #include <algorithm>
+#include <set>
 
 #include "tests/simulation/random.h"
 
@@ -17,6 +18,7 @@ void check_receipt(const Receipt& engine, const Receipt& model) {
   expect_equal("receipt: output tokens", engine.output_tokens, model.output_tokens);
   expect_equal("receipt: computed tokens", engine.computed_tokens, model.computed_tokens);
   expect_equal("receipt: recomputed tokens", engine.recomputed_tokens, model.recomputed_tokens);
+  expect_equal("receipt: shared tokens", engine.shared_tokens, model.shared_tokens);
   expect_equal("receipt: preemptions", engine.preemptions, model.preemptions);
   expect_equal("receipt: peak blocks", engine.peak_blocks, model.peak_blocks);
   expect_equal("receipt: queued", engine.queued, model.queued);
@@ -52,7 +54,7 @@ void Model::accept(const Arrival& arrival, std::span<const Token> prompt, bool a
     expect_equal("most tokens of a prompt", report.refusals[0].tokens_max, tokens_max_ - 1);
     return;
   }
-  Modelled& sequence = live_[arrival.id.value()];
+  Modelled sequence;
   sequence.arrival = arrival;
   sequence.rank = arrival.arrived_at + arrival.priority * settings_.scheduler.aging_per_priority;
   sequence.prompt_count = tokens;
@@ -61,10 +63,17 @@ void Model::accept(const Arrival& arrival, std::span<const Token> prompt, bool a
     sequence.tokens.push_back(token);
     sequence.digest = text_.after(sequence.digest, token);
   }
-  sequence.receipt.sequence = arrival.id.value();
-  sequence.receipt.tenant = arrival.tenant.value();
-  sequence.receipt.prompt_tokens = tokens;
   sequence.receipt.queued = std::max<Nanoseconds>(0, now_ - arrival.arrived_at);
+  for (std::uint64_t i = 0; i < static_cast<std::uint64_t>(arrival.samples); ++i) {
+    sequence.id = arrival.id.value() + i;
+    live_[sequence.id] = sequence;
+  }
+  ModelledRequest& request = requests_[arrival.id.value()];
+  request.arrival = arrival;
+  request.live = arrival.samples;
+  request.receipt.sequence = arrival.id.value();
+  request.receipt.tenant = arrival.tenant.value();
+  request.receipt.prompt_tokens = tokens;
   end_report(report);
 }
 
@@ -72,7 +81,7 @@ void Model::commit(const std::vector<std::vector<Token>>& given, const StepRepor
                    Nanoseconds now) {
   pass_time(now);
   begin_report();
-  releasing_ = 0;
+  end_step();
   std::size_t wanted = 0;
   for (const Planned& planned : step_) {
     const std::size_t output = wanted;
@@ -82,10 +91,11 @@ void Model::commit(const std::vector<std::vector<Token>>& given, const StepRepor
       continue;
     }
     Modelled& sequence = found->second;
-    sequence.computed += sequence.planned;
-    sequence.receipt.computed_tokens += sequence.planned;
+    for (; sequence.planned > 0; --sequence.planned, ++sequence.computed) {
+      ++sequence.receipt.computed_tokens;
+      sequence.receipt.recomputed_tokens += sequence.computed < sequence.computed_peak ? 1 : 0;
+    }
     sequence.computed_peak = std::max(sequence.computed_peak, sequence.computed);
-    sequence.planned = 0;
     if (planned.wants_logits) {
       sequence.phase = Phase::kDecode;
       take_tokens(planned.id, given.at(output), report);
@@ -98,7 +108,7 @@ void Model::commit(const std::vector<std::vector<Token>>& given, const StepRepor
 void Model::abandon(const StepReport& report, Nanoseconds now) {
   pass_time(now);
   begin_report();
-  releasing_ = 0;
+  end_step();
   for (const Planned& planned : step_) {
     if (live_.contains(planned.id)) {
       live_[planned.id].planned = 0;
@@ -142,10 +152,13 @@ void Model::check_books(const Engine& engine) const {
   };
   std::map<std::uint32_t, Sums> tenants;
   for (const auto& [id, sequence] : live_) {
-    held += sequence.held();
     promised += sequence.promised;
-    tenants[sequence.arrival.tenant.value()].held += sequence.held();
-    tenants[sequence.arrival.tenant.value()].time += sequence.held_time;
+  }
+  for (const auto& [id, request] : requests_) {
+    const std::int64_t blocks = held_by(id);
+    held += blocks;
+    tenants[request.arrival.tenant.value()].held += blocks;
+    tenants[request.arrival.tenant.value()].time += request.held_time;
   }
   const Ledger& ledger = engine.ledger();
   const Balances balances = ledger.balances();
@@ -203,8 +216,11 @@ void Model::pass_time(Nanoseconds now) {
      : sequence.phase == Phase::kQueued  ? receipt.queued
      : sequence.phase == Phase::kPrefill ? receipt.prefill
                                          : receipt.decode) += spent;
-    sequence.held_time += static_cast<BlockNanoseconds>(sequence.held()) * passed;
-    sequence.promised_time += static_cast<BlockNanoseconds>(sequence.promised) * passed;
+    requests_[sequence.arrival.id.value()].promised_time +=
+        static_cast<BlockNanoseconds>(sequence.promised) * passed;
+  }
+  for (auto& [id, request] : requests_) {
+    request.held_time += static_cast<BlockNanoseconds>(held_by(id)) * passed;
   }
   now_ = now;
 }
@@ -217,11 +233,38 @@ std::int64_t Model::blocks_for(std::int64_t tokens) const {
   return blocks;
 }
 
-std::int64_t Model::blocks_to_admit(const Modelled& sequence) const {
-  if (!is_protected(sequence)) {
-    return blocks_for(sequence.token_count());
+std::int64_t Model::blocks_to_admit(const Modelled& sequence, std::int64_t shared) const {
+  const std::int64_t tokens =
+      is_protected(sequence) ? last_token(sequence) - 1 : sequence.token_count();
+  return blocks_for(tokens) - shared / settings_.slots_per_block;
+}
+
+std::vector<const Modelled*> Model::samples_of(std::uint64_t request) const {
+  std::vector<const Modelled*> samples;
+  const std::int64_t most = requests_.at(request).arrival.samples;
+  for (std::uint64_t id = request; id < request + static_cast<std::uint64_t>(most); ++id) {
+    const auto found = live_.find(id);
+    if (found != live_.end()) {
+      samples.push_back(&found->second);
+    }
   }
-  return blocks_for(last_token(sequence) - 1);
+  return samples;
+}
+
+std::int64_t Model::held_by(std::uint64_t request) const {
+  std::set<std::int32_t> blocks;
+  for (const Modelled* sample : samples_of(request)) {
+    blocks.insert(sample->blocks.begin(), sample->blocks.end());
+  }
+  return static_cast<std::int64_t>(blocks.size());
+}
+
+std::int64_t Model::tables_with(std::int32_t block, bool before) const {
+  return std::count_if(live_.begin(), live_.end(), [block, before](const auto& entry) {
+    const auto& blocks = entry.second.blocks;
+    return !(before && entry.second.forked) &&
+           std::find(blocks.begin(), blocks.end(), block) != blocks.end();
+  });
 }
 
 // The most tokens it can come to.
@@ -235,13 +278,16 @@ bool Model::is_protected(const Modelled& sequence) const {
 }
 
 bool Model::before(const Modelled& a, const Modelled& b) noexcept {
-  return a.rank != b.rank ? a.rank < b.rank : a.arrival.id < b.arrival.id;
+  return a.rank != b.rank ? a.rank < b.rank : a.id < b.id;
 }
 
 std::int64_t Model::free_blocks() const {
   std::int64_t free = settings_.blocks.value() - releasing_;
   for (const auto& [id, sequence] : live_) {
-    free -= sequence.held() + sequence.promised;
+    free -= sequence.promised;
+  }
+  for (const auto& [id, request] : requests_) {
+    free -= held_by(id);
   }
   return free;
 }
@@ -276,7 +322,7 @@ void Model::take_tokens(std::uint64_t id, std::span<const Token> tokens, const S
       finish(id, EndReason::kFailed, report);
       return;
     }
-    expect_equal("token", token, text_.next(sequence.digest));
+    expect_equal("token", token, text_.next(sequence.digest, id - sequence.arrival.id.value()));
     sequence.digest = text_.after(sequence.digest, token);
     sequence.tokens.push_back(token);
     const std::int32_t reason = end_reason(sequence);
@@ -292,35 +338,71 @@ void Model::take_tokens(std::uint64_t id, std::span<const Token> tokens, const S
   }
 }
 
-void Model::finish(std::uint64_t id, EndReason reason, const StepReport& report) {
-  const auto found = live_.find(id);
-  Modelled& sequence = found->second;
-  if (sequence.planned > 0) {
-    releasing_ += sequence.held();
+// The step is over: what ended in it is free.
+void Model::end_step() {
+  releasing_ = 0;
+  for (auto& [id, request] : requests_) {
+    request.in_step = false;
   }
-  Receipt& receipt = sequence.receipt;
+}
+
+void Model::finish(std::uint64_t id, EndReason reason, const StepReport& report) {
+  const std::uint64_t request = live_.at(id).arrival.id.value();
+  finish_one(id, reason, report);
+  while (reason == EndReason::kFailed && requests_.contains(request)) {
+    finish_one(samples_of(request).front()->id, reason, report);
+  }
+}
+
+void Model::finish_one(std::uint64_t id, EndReason reason, const StepReport& report) {
+  const Modelled sequence = live_.at(id);
+  const std::uint64_t whose = sequence.arrival.id.value();
+  ModelledRequest& request = requests_.at(whose);
+  const std::int64_t before = held_by(whose);
+  live_.erase(id);
+  releasing_ += request.in_step ? before - held_by(whose) : 0;
+  Receipt& receipt = request.receipt;
   receipt.end_reason = static_cast<std::uint32_t>(reason);
-  receipt.output_tokens = sequence.token_count() - sequence.prompt_count;
-  receipt.recomputed_tokens = receipt.computed_tokens - sequence.computed_peak;
-  const BlockTime held = to_block_time(sequence.held_time);
-  const BlockTime promised = to_block_time(sequence.promised_time);
+  receipt.output_tokens += sequence.token_count() - sequence.prompt_count;
+  receipt.computed_tokens += sequence.receipt.computed_tokens;
+  receipt.recomputed_tokens += sequence.receipt.recomputed_tokens;
+  receipt.shared_tokens += sequence.receipt.shared_tokens;
+  receipt.preemptions += sequence.receipt.preemptions;
+  counts_.preemptions_max = std::max(counts_.preemptions_max, sequence.receipt.preemptions);
+  counts_.wait_steps_max = std::max(counts_.wait_steps_max, sequence.waited_steps);
+  if (--request.live == 0) {
+    close(whose, sequence, report);
+  }
+}
+
+void Model::close(std::uint64_t id, const Modelled& last, const StepReport& report) {
+  ModelledRequest& request = requests_.at(id);
+  Receipt& receipt = request.receipt;
+  receipt.queued = last.receipt.queued;
+  receipt.prefill = last.receipt.prefill;
+  receipt.decode = last.receipt.decode;
+  receipt.paused = last.receipt.paused;
+  const BlockTime held = to_block_time(request.held_time);
+  const BlockTime promised = to_block_time(request.promised_time);
   receipt.held_seconds = held.seconds;
   receipt.held_nanos = held.nanos;
   receipt.reserved_seconds = promised.seconds;
   receipt.reserved_nanos = promised.nanos;
-  expect(receipts_explained_ < report.receipts.size(), "a sequence ended without a receipt");
-  check_receipt(report.receipts[receipts_explained_++], receipt);
+  expect(receipts_explained_ < report.receipts.size(), "a request ended without a receipt");
+  const Receipt& written = report.receipts[receipts_explained_++];
+  expect(written.peak_blocks >= request.peak_least && written.peak_blocks <= request.peak_most,
+         "a receipt's peak is not what its tables came to");
+  receipt.peak_blocks = written.peak_blocks;
+  check_receipt(written, receipt);
   expect_equal("times from arrival to end",
                receipt.queued + receipt.prefill + receipt.decode + receipt.paused,
-               std::max<Nanoseconds>(0, now_ - sequence.arrival.arrived_at));
-  closed_time_[receipt.tenant] += sequence.held_time;
+               std::max<Nanoseconds>(0, now_ - request.arrival.arrived_at));
+  closed_time_[receipt.tenant] += request.held_time;
   ++counts_.ends[receipt.end_reason];
   counts_.computed += receipt.computed_tokens;
   counts_.recomputed += receipt.recomputed_tokens;
   counts_.preemptions += receipt.preemptions;
-  counts_.preemptions_max = std::max(counts_.preemptions_max, receipt.preemptions);
-  counts_.wait_steps_max = std::max(counts_.wait_steps_max, sequence.waited_steps);
-  live_.erase(found);
+  requests_.erase(id);
 }
 
 void Model::begin_report() noexcept {

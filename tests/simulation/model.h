@@ -8,6 +8,7 @@
 //               the rest for the oldest prompt, then the shortest; nothing idle that could run
 //   blocks      a block stands in one table, as many as the tokens need, none before it is free
 //   order       who may preempt whom, who may pass whom and how often
+//   samples     who waits for whom, who begins where another stands, what is shared and copied
 //   books       every balance, every receipt and every tenant's statement, to the nanosecond
 //
 // Slow on purpose: each call costs O(sequences), and time is added up second by second.
@@ -24,6 +25,7 @@
 
 namespace kvledger::simulation {
 
+// One sequence.
 struct Modelled {
   enum class Phase : std::uint8_t { kQueued, kPrefill, kDecode };
 
@@ -32,7 +34,8 @@ struct Modelled {
   std::int64_t pending() const noexcept { return token_count() - computed; }
   std::int64_t held() const noexcept { return static_cast<std::int64_t>(blocks.size()); }
 
-  Arrival arrival;
+  Arrival arrival;  // of its request
+  std::uint64_t id = 0;
   std::int64_t rank = 0;
   std::int64_t prompt_count = 0;
   std::vector<Token> tokens;
@@ -50,10 +53,28 @@ struct Modelled {
   bool ran = false;
   bool paused = false;
 
+  // In the plan that is looked at.
+  bool held_back = false;
+  bool admitted = false;
+  bool forked = false;             // at the end of another sample's prompt
+  std::int64_t begins_with = 0;    // blocks of another sample
+  std::int64_t taken_at_once = 0;  // blocks reserved for it
+
   Receipt receipt;  // filled in as things happen
   std::int64_t computed_peak = 0;
+};
+
+// What the samples of a request have in common.
+struct ModelledRequest {
+  Arrival arrival;
+  std::int64_t live = 0;
+  bool in_step = false;
+  Receipt receipt;  // of samples that have ended
   BlockNanoseconds held_time = 0;
   BlockNanoseconds promised_time = 0;
+  // The peak is one of these: the order of events inside a plan is not known.
+  std::int64_t peak_least = 0;
+  std::int64_t peak_most = 0;
 };
 
 struct ModelCounts {
@@ -62,6 +83,9 @@ struct ModelCounts {
   std::int64_t preemptions = 0;
   std::int64_t preemptions_max = 0;  // of one sequence
   std::int64_t chunks = 0;           // parts of a prompt that did not finish it
+  std::int64_t forks = 0;            // samples that began at the end of another's prompt
+  std::int64_t late_forks = 0;       // samples that began in the blocks of one that ran
+  std::int64_t copies = 0;           // of blocks
   std::int64_t ends[6] = {};         // by EndReason
   std::int64_t passes_max = 0;
   std::int64_t wait_steps_max = 0;
@@ -106,12 +130,19 @@ class Model {
     std::int32_t row = 0;
     std::int64_t held = 0;
     bool paused = false;
+    std::vector<std::int32_t> blocks;
   };
 
   // model.cc: life, time and books.
   void pass_time(Nanoseconds now);
   std::int64_t blocks_for(std::int64_t tokens) const;
-  std::int64_t blocks_to_admit(const Modelled& sequence) const;
+  std::int64_t blocks_to_admit(const Modelled& sequence, std::int64_t shared) const;
+  // Blocks in the tables of a request, each once.
+  std::int64_t held_by(std::uint64_t request) const;
+  std::vector<const Modelled*> samples_of(std::uint64_t request) const;
+  // How many tables a block stands in; `before` leaves out samples that begin at the end of the
+  // prompt that is being written.
+  std::int64_t tables_with(std::int32_t block, bool before = false) const;
   std::int64_t last_token(const Modelled& sequence) const;
   bool is_protected(const Modelled& sequence) const;
   // Whether `a` goes before `b`.
@@ -123,7 +154,10 @@ class Model {
   std::int32_t end_reason(const Modelled& sequence) const;
   void take_tokens(std::uint64_t id, std::span<const Token> tokens, const StepReport& report);
   void finish(std::uint64_t id, EndReason reason, const StepReport& report);
+  void finish_one(std::uint64_t id, EndReason reason, const StepReport& report);
+  void close(std::uint64_t request, const Modelled& last, const StepReport& report);
   void begin_report() noexcept;
+  void end_step();
   void end_report(const StepReport& report) const;
   void check_tables(const Engine& engine) const;
 
@@ -131,8 +165,15 @@ class Model {
   void check_preemption_was_needed(const StepReport& report) const;
   void preempt(const StepReport& report);
   void check_victims(std::span<const std::uint64_t> ran_before) const;
+  void note_held_back();
+  const Modelled* source_of(const Modelled& sequence) const;
+  std::int64_t shareable(const Modelled& sequence) const;
   void admit(const StepReport& report);
   void follow_deltas(const StepPlanView& plan);
+  void follow_delta(Modelled& owner, std::int32_t index, std::int32_t block,
+                    const StepPlanView& plan, std::size_t& copies);
+  void check_forks(const StepPlanView& plan, std::size_t logits);
+  bool may_fork(const Modelled& sample, std::int64_t running) const;
   void check_blocks() const;
   void check_order(const StepPlanView& plan, const StepReport& report);
   void check_all_who_fit(std::span<Modelled* const> queue, std::int64_t room,
@@ -148,9 +189,11 @@ class Model {
   const std::int64_t tokens_max_;
   Nanoseconds now_;
   std::map<std::uint64_t, Modelled> live_;
+  std::map<std::uint64_t, ModelledRequest> requests_;  // by the id of the first sample
   std::vector<Planned> step_;
   std::vector<Modelled*> by_row_;  // running ones, while a plan is looked at
   std::vector<Former> former_;
+  std::map<std::uint64_t, std::int64_t> held_before_;  // by request
   std::int64_t releasing_ = 0;
   std::map<std::uint32_t, BlockNanoseconds> closed_time_;  // by tenant
   ModelCounts counts_;

@@ -10,6 +10,10 @@ using Phase = Modelled::Phase;
 void Model::plan(const StepPlanView& plan, const StepReport& report, Nanoseconds now) {
   pass_time(now);
   begin_report();
+  held_before_.clear();
+  for (const auto& [id, request] : requests_) {
+    held_before_[id] = held_by(id);
+  }
   expect(step_.empty(), "a step was planned while one was uncommitted");
   expect_equal("releasing between steps", releasing_, 0);
   std::vector<std::uint64_t> ran_before;
@@ -21,6 +25,7 @@ void Model::plan(const StepPlanView& plan, const StepReport& report, Nanoseconds
   check_preemption_was_needed(report);
   preempt(report);
   check_victims(ran_before);
+  note_held_back();
   admit(report);
   follow_deltas(plan);
   check_blocks();
@@ -41,11 +46,19 @@ void Model::check_preemption_was_needed(const StepReport& report) const {
     return;
   }
   std::int64_t wanted = 0;
+  std::map<std::int32_t, std::int64_t> writers;  // of shared blocks
   for (const auto& [id, sequence] : live_) {
     if (sequence.phase == Phase::kDecode && !sequence.paused) {
       wanted += std::max<std::int64_t>(
           0, blocks_for(sequence.token_count()) - sequence.held() - sequence.promised);
+      const std::int64_t index = sequence.computed / settings_.slots_per_block;
+      if (index < sequence.held()) {
+        ++writers[sequence.blocks[static_cast<std::size_t>(index)]];
+      }
     }
+  }
+  for (const auto& [block, count] : writers) {
+    wanted += std::min(count, tables_with(block) - 1);  // the last one left keeps it
   }
   expect(wanted > free_blocks(), "a preemption with enough free blocks for everybody");
 }
@@ -57,7 +70,8 @@ void Model::preempt(const StepReport& report) {
     expect(sequence.running(), "a preempted sequence was not running");
     expect(!is_protected(sequence), "a sequence was preempted once too often");
     expect_equal("computed tokens lost", preemption.computed_tokens, sequence.computed);
-    former_.push_back(Former{preemption.sequence, sequence.row, sequence.held(), sequence.paused});
+    former_.push_back(Former{preemption.sequence, sequence.row, sequence.held(), sequence.paused,
+                             sequence.blocks});
     sequence.phase = Phase::kQueued;
     sequence.blocks.clear();
     sequence.promised = 0;
@@ -81,6 +95,42 @@ void Model::check_victims(std::span<const std::uint64_t> ran_before) const {
   }
 }
 
+// Of a request's samples that wait, all but one, while none that runs has computed the prompt.
+void Model::note_held_back() {
+  for (auto& [id, sequence] : live_) {
+    sequence.admitted = false;
+    sequence.forked = false;
+    const std::vector<const Modelled*> samples = samples_of(sequence.arrival.id.value());
+    const bool has_source = std::any_of(samples.begin(), samples.end(), [](const Modelled* other) {
+      return other->running() && other->computed >= other->prompt_count;
+    });
+    const bool is_computed = std::any_of(samples.begin(), samples.end(), [](const Modelled* other) {
+      return other->running() && !other->paused;
+    });
+    const auto first = std::find_if(samples.begin(), samples.end(),
+                                    [](const Modelled* other) { return !other->paused; });
+    sequence.held_back = !sequence.running() && !sequence.paused && !has_source &&
+                         (is_computed || *first != &sequence);
+  }
+}
+
+// Another sample whose blocks it could begin with, as it stood before anybody was admitted.
+const Modelled* Model::source_of(const Modelled& sequence) const {
+  for (const Modelled* other : samples_of(sequence.arrival.id.value())) {
+    if (other->running() && !other->admitted && other->computed >= other->prompt_count) {
+      return other;
+    }
+  }
+  return nullptr;
+}
+
+std::int64_t Model::shareable(const Modelled& sequence) const {
+  return source_of(sequence) == nullptr
+             ? 0
+             : std::min(sequence.prompt_count,
+                        static_cast<std::int64_t>(sequence.tokens.size()) - 1);
+}
+
 void Model::admit(const StepReport& report) {
   std::fill(by_row_.begin(), by_row_.end(), nullptr);
   for (auto& [id, sequence] : live_) {
@@ -97,43 +147,103 @@ void Model::admit(const StepReport& report) {
     owner = &sequence;
     expect_equal("admitted again", admission.again, sequence.ran);
     expect_equal("queued at admission", admission.queued, sequence.receipt.queued);
+    sequence.admitted = true;
+    sequence.forked = admission.shared_tokens == sequence.token_count();
+    if (!sequence.forked) {
+      expect(!sequence.held_back, "a sample did not wait for another that computes the prompt");
+      expect_equal("tokens shared", admission.shared_tokens, shareable(sequence));
+      sequence.promised = blocks_to_admit(sequence, admission.shared_tokens);
+      counts_.late_forks += admission.shared_tokens > 0 ? 1 : 0;
+    }
+    sequence.taken_at_once = sequence.promised;
+    sequence.begins_with = blocks_for(admission.shared_tokens);
+    sequence.computed = admission.shared_tokens;
+    sequence.receipt.shared_tokens += admission.shared_tokens;
     sequence.ran = true;
     sequence.row = admission.row;
     sequence.phase = Phase::kPrefill;
-    sequence.promised = blocks_to_admit(sequence);
   }
 }
 
 void Model::follow_deltas(const StepPlanView& plan) {
+  std::map<std::uint64_t, std::int64_t> taken;  // blocks, by request, given back or not
+  std::size_t copies = 0;
   for (std::size_t i = 0; i < plan.delta_rows.size(); ++i) {
     const std::int32_t row = plan.delta_rows[i];
     const std::int32_t index = plan.delta_indices[i];
+    const std::int32_t block = plan.delta_blocks[i];
+    const bool is_copy = copies < plan.copy_to.size() && plan.copy_to[copies] == block;
     Modelled* owner = by_row_.at(static_cast<std::size_t>(row));
-    if (owner != nullptr && (index == 0 || !owner->blocks.empty())) {
-      expect_equal("index of a delta", index, owner->held());
-      owner->blocks.push_back(plan.delta_blocks[i]);
-      owner->promised -= owner->promised > 0 ? 1 : 0;
-      owner->receipt.peak_blocks = std::max(owner->receipt.peak_blocks, owner->held());
+    if (owner != nullptr && (!owner->blocks.empty() || (index == 0 && !is_copy))) {
+      follow_delta(*owner, index, block, plan, copies);
+      ++taken[owner->arrival.id.value()];
       continue;
     }
     // Taken by a sequence that had to step back before it had all it needed.
     const auto former = std::find_if(former_.begin(), former_.end(),
                                      [&](const Former& entry) { return entry.row == row; });
     expect(former != former_.end(), "a delta for a row that nobody has");
-    expect_equal("index of a delta taken back", index, former->held);
-    ++former->held;
-    Receipt& receipt = live_.at(former->id).receipt;
-    receipt.peak_blocks = std::max(receipt.peak_blocks, former->held);
+    const bool replaced = index < former->held;
+    expect(replaced ? is_copy : index == former->held, "index of a delta taken back");
+    copies += replaced ? 1 : 0;
+    former->held += replaced ? 0 : 1;
+    ModelledRequest& request = requests_.at(live_.at(former->id).arrival.id.value());
+    ++taken[request.arrival.id.value()];
+    if (request.arrival.samples == 1) {
+      request.peak_least = std::max(request.peak_least, former->held);
+    }
+  }
+  expect_equal("copies", plan.copy_to.size(), copies);
+  counts_.copies += static_cast<std::int64_t>(copies);
+  for (auto& [id, request] : requests_) {
+    request.peak_least = std::max(request.peak_least, held_by(id));
+    request.peak_most = request.arrival.samples == 1
+                            ? request.peak_least
+                            : std::max(request.peak_most, held_before_[id] + taken[id]);
   }
 }
 
+// A block that a running sequence shares, takes for itself, or takes in place of a shared one.
+void Model::follow_delta(Modelled& owner, std::int32_t index, std::int32_t block,
+                         const StepPlanView& plan, std::size_t& copies) {
+  if (index < owner.held()) {
+    std::int32_t& entry = owner.blocks[static_cast<std::size_t>(index)];
+    expect_equal("index of a copy", index, owner.computed / settings_.slots_per_block);
+    const bool was_shared = std::any_of(former_.begin(), former_.end(), [&](const Former& former) {
+      return std::find(former.blocks.begin(), former.blocks.end(), entry) != former.blocks.end();
+    });
+    expect(tables_with(entry) > 1 || was_shared, "a copy of a block that nobody else has");
+    expect(copies < plan.copy_to.size(), "a block was replaced but not copied");
+    expect_equal("copied from", plan.copy_from[copies], entry);
+    expect_equal("copied to", plan.copy_to[copies], block);
+    ++copies;
+    entry = block;
+  } else {
+    expect_equal("index of a delta", index, owner.held());
+    const bool is_shared = index < owner.begins_with;
+    owner.blocks.push_back(block);
+    expect_equal("tables with a block", tables_with(block) > 1, is_shared);
+    if (is_shared) {
+      return;
+    }
+  }
+  owner.promised -= owner.promised > 0 ? 1 : 0;
+}
+
 void Model::check_blocks() const {
-  std::vector<bool> taken(static_cast<std::size_t>(settings_.blocks.value()), false);
+  std::map<std::int32_t, std::pair<const Modelled*, std::size_t>> taken;
   for (const auto& [id, sequence] : live_) {
-    for (const std::int32_t block : sequence.blocks) {
+    for (std::size_t i = 0; i < sequence.blocks.size(); ++i) {
+      const std::int32_t block = sequence.blocks[i];
       expect(block >= 0 && block < settings_.blocks.value(), "a block that does not exist");
-      expect(!taken[static_cast<std::size_t>(block)], "a block stands in two tables");
-      taken[static_cast<std::size_t>(block)] = true;
+      const auto [entry, is_new] = taken.try_emplace(block, &sequence, i);
+      if (!is_new) {
+        const auto& [other, index] = entry->second;
+        expect(other->arrival.id == sequence.arrival.id, "a block stands in two requests' tables");
+        expect_equal("index of a shared block", i, index);
+        expect(static_cast<std::int64_t>(i) * settings_.slots_per_block < sequence.prompt_count,
+               "samples share what is not the prompt");
+      }
     }
   }
   expect(free_blocks() >= 0, "more blocks are held and promised than there are");
@@ -153,7 +263,52 @@ void Model::follow_sequences(const StepPlanView& plan) {
   for (std::size_t i = 0; i < plan.rows.size(); ++i) {
     follow_sequence(plan, i, logits);
   }
+  check_forks(plan, logits);
+}
+
+// Samples begin at the end of another's prompt if there is room and nobody waits before them.
+void Model::check_forks(const StepPlanView& plan, std::size_t logits) {
+  const auto forked = std::count_if(live_.begin(), live_.end(),
+                                    [](const auto& entry) { return entry.second.forked; });
+  std::int64_t now_running = running() - forked;
+  const std::size_t sequences = step_.size();
+  for (std::size_t i = 0; i < sequences; ++i) {
+    const Modelled& leader = live_.at(step_[i].id);
+    if (leader.arrival.samples == 1 || leader.token_count() > leader.prompt_count ||
+        !step_[i].wants_logits || is_protected(leader)) {
+      continue;
+    }
+    for (const Modelled* sample : samples_of(leader.arrival.id.value())) {
+      const bool is_begun = std::any_of(step_.begin(), step_.end(), [&](const Planned& planned) {
+        return planned.id == sample->id;
+      });
+      if (is_begun || (sample->running() && !sample->forked)) {
+        continue;
+      }
+      expect_equal("began at the end of a prompt", sample->forked, may_fork(*sample, now_running));
+      if (sample->forked) {
+        ++now_running;
+        ++counts_.forks;
+        expect(logits < plan.logit_tokens.size(), "a sample began without logits");
+        expect_equal("token of logits", plan.logit_tokens[logits], plan.query_start[i + 1] - 1);
+        expect_equal("row of logits", plan.logit_rows[logits], sample->row);
+        expect(sample->blocks == leader.blocks, "a sample began with other blocks");
+        ++logits;
+        step_.push_back(Planned{sample->id, true});
+      }
+    }
+  }
   expect_equal("logits wanted", plan.logit_tokens.size(), logits);
+  expect_equal("samples begun", static_cast<std::int64_t>(step_.size() - sequences), forked);
+}
+
+bool Model::may_fork(const Modelled& sample, std::int64_t running) const {
+  const bool somebody_before = std::any_of(live_.begin(), live_.end(), [&](const auto& entry) {
+    const Modelled& other = entry.second;
+    return !other.running() && !other.paused && !other.held_back && before(other, sample);
+  });
+  return !sample.paused && sample.token_count() == sample.prompt_count && !is_protected(sample) &&
+         running < settings_.scheduler.sequences_max && free_blocks() > running && !somebody_before;
 }
 
 void Model::follow_sequence(const StepPlanView& plan, std::size_t index, std::size_t& logits) {
@@ -179,10 +334,17 @@ void Model::follow_sequence(const StepPlanView& plan, std::size_t index, std::si
   expect_equal("adapter", plan.adapters[index], 0);
   expect_equal("blocks of a planned sequence", sequence.held(),
                blocks_for(sequence.computed + count));
+  for (std::int64_t position = sequence.computed; position < sequence.computed + count;
+       ++position) {
+    const std::int32_t written =
+        sequence.blocks[static_cast<std::size_t>(position / settings_.slots_per_block)];
+    expect_equal("tables with a block that is written", tables_with(written, true), 1);
+  }
   sequence.planned = count;
+  requests_.at(sequence.arrival.id.value()).in_step = true;
   counts_.chunks += sequence.phase == Phase::kPrefill && count < sequence.pending() ? 1 : 0;
   const bool wants_logits = count == sequence.pending();
-  step_.push_back(Planned{sequence.arrival.id.value(), wants_logits});
+  step_.push_back(Planned{sequence.id, wants_logits});
   if (wants_logits) {
     expect(logits < plan.logit_tokens.size(), "logits that nobody asked for");
     expect_equal("token of logits", plan.logit_tokens[logits], last - 1);
@@ -194,20 +356,18 @@ void Model::follow_sequence(const StepPlanView& plan, std::size_t index, std::si
 // Who was let in, and whom they passed.
 void Model::check_order(const StepPlanView& plan, const StepReport& report) {
   const auto admitted = static_cast<std::int64_t>(report.admissions.size());
-  const std::int64_t ran = running() - admitted;
+  const std::int64_t ran = running() - admitted;  // samples that begin with another come last
   expect(admitted == 0 || free_blocks() >= running() - 1, "an admission took the room to grow");
   std::int64_t room = free_blocks() - ran;
   std::vector<const Modelled*> let_in;
   std::vector<Modelled*> queue;  // as it stood before anybody was let in
   for (auto& [id, sequence] : live_) {
-    const bool is_in =
-        std::any_of(report.admissions.begin(), report.admissions.end(),
-                    [id = id](const Admission& admission) { return admission.sequence == id; });
+    const bool is_in = sequence.admitted && !sequence.forked;
     if (is_in) {
       let_in.push_back(&sequence);
-      room += sequence.held() + sequence.promised;
+      room += sequence.taken_at_once;
     }
-    if (is_in || (!sequence.running() && !sequence.paused)) {
+    if (is_in || (!sequence.running() && !sequence.paused && !sequence.held_back)) {
       queue.push_back(&sequence);
     }
   }
@@ -235,7 +395,7 @@ void Model::check_all_who_fit(std::span<Modelled* const> queue, std::int64_t roo
   std::int64_t passes = kLookahead;
   for (const Modelled* sequence : queue) {
     const bool is_looked_at = rows > 0 && passes > 0 && looked_at < kLookahead;
-    const std::int64_t blocks = blocks_to_admit(*sequence);
+    const std::int64_t blocks = blocks_to_admit(*sequence, shareable(*sequence));
     const bool fits = is_looked_at && blocks <= room;
     expect(fits || !sequence->running(), "a sequence was let in that had to wait");
     expect(!fits || sequence->running(), "a sequence has to wait although it fits");
@@ -290,7 +450,7 @@ void Model::check_prefill_shares(std::int64_t budget) const {
   std::vector<const Modelled*> prompts;
   std::int64_t planned = 0;
   for (const auto& [id, sequence] : live_) {
-    if (sequence.phase == Phase::kPrefill && !sequence.paused) {
+    if (sequence.phase == Phase::kPrefill && !sequence.paused && !sequence.forked) {
       prompts.push_back(&sequence);
       planned += sequence.planned;
     }

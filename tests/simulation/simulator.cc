@@ -7,9 +7,9 @@
 namespace kvledger::simulation {
 
 const char* name(Arm arm) noexcept {
-  static constexpr const char* kNames[kArms] = {"mixed",       "thrash",    "chunks",
-                                                "cancels",     "admission", "edges",
-                                                "speculation", "failures",  "near end"};
+  static constexpr const char* kNames[kArms] = {"mixed",     "thrash", "chunks",      "cancels",
+                                                "admission", "edges",  "speculation", "failures",
+                                                "near end",  "samples"};
   return kNames[static_cast<std::size_t>(arm)];
 }
 
@@ -31,6 +31,9 @@ void Outcome::add(const Outcome& other) {
   counts.recomputed += other.counts.recomputed;
   counts.preemptions += other.counts.preemptions;
   counts.chunks += other.counts.chunks;
+  counts.forks += other.counts.forks;
+  counts.late_forks += other.counts.late_forks;
+  counts.copies += other.counts.copies;
   counts.preemptions_max = std::max(counts.preemptions_max, other.counts.preemptions_max);
   counts.passes_max = std::max(counts.passes_max, other.counts.passes_max);
   counts.wait_steps_max = std::max(counts.wait_steps_max, other.counts.wait_steps_max);
@@ -118,8 +121,8 @@ void Simulator::run_step(const StepPlan& plan, bool quiet) {
   std::vector<std::vector<Token>> given;
   std::vector<Token> tokens;
   std::vector<std::int32_t> offsets = {0};
-  for (const std::uint64_t state : runner_.run(plan.view(), engine_.tables())) {
-    given.push_back(make_tokens(state, quiet));
+  for (const FakeRunner::Wanted& wanted : runner_.run(plan.view(), engine_.tables())) {
+    given.push_back(make_tokens(wanted, quiet));
     tokens.insert(tokens.end(), given.back().begin(), given.back().end());
     offsets.push_back(static_cast<std::int32_t>(tokens.size()));
     outcome_.commits_of_many += given.back().size() > 1 ? 1 : 0;
@@ -129,7 +132,7 @@ void Simulator::run_step(const StepPlan& plan, bool quiet) {
   model_.commit(given, take_report(), now);
 }
 
-std::vector<Token> Simulator::make_tokens(std::uint64_t digest, bool quiet) {
+std::vector<Token> Simulator::make_tokens(FakeRunner::Wanted wanted, bool quiet) {
   std::vector<Token> tokens;
   const std::int64_t count = random_.between(1, case_.tokens_per_commit_max);
   for (std::int64_t i = 0; i < count; ++i) {
@@ -137,8 +140,8 @@ std::vector<Token> Simulator::make_tokens(std::uint64_t digest, bool quiet) {
       tokens.push_back(-1);
       break;
     }
-    tokens.push_back(case_.text.next(digest));
-    digest = case_.text.after(digest, tokens.back());
+    tokens.push_back(case_.text.next(wanted.digest, wanted.sample));
+    wanted.digest = case_.text.after(wanted.digest, tokens.back());
   }
   return tokens;
 }
@@ -153,7 +156,9 @@ void Simulator::arrive() {
       return;
     }
     Arrival arrival;
-    arrival.id = SequenceId{++last_id_};
+    arrival.id = SequenceId{last_id_ + 1};
+    arrival.samples = random_.chance(500) ? 1 : random_.between(1, case_.samples_max);
+    last_id_ += static_cast<std::uint64_t>(arrival.samples);
     arrival.tenant = TenantId{static_cast<std::uint32_t>(random_.between(1, case_.tenants))};
     arrival.arrived_at = random_.chance(500) ? tick() : clock_ - random_.between(0, case_.tick_max);
     arrival.priority =
@@ -168,6 +173,7 @@ void Simulator::arrive() {
     for (Token& token : prompt) {
       token = static_cast<Token>(random_.between(0, case_.text.vocabulary - 1));
     }
+    runner_.accept(arrival.id.value(), arrival.samples);
     const bool accepted = engine_.accept(arrival, prompt);
     ++(accepted ? outcome_.accepted : outcome_.refused);
     model_.accept(arrival, prompt, accepted, take_report());

@@ -28,9 +28,10 @@ enum class Arm : std::uint8_t {
   kSpeculation,  // several tokens per commit
   kFailures,     // abandoned steps and unusable logits: must abandon
   kNearEnd,      // the pool and the context end where the outputs do
+  kSamples,      // several samples of a prompt: must begin together, later, and copy on writing
 };
 
-inline constexpr std::int64_t kArms = 9;
+inline constexpr std::int64_t kArms = 10;
 const char* name(Arm arm) noexcept;
 
 // What a seed is made of; drawn from it.
@@ -46,6 +47,7 @@ struct Case {
   std::int64_t tokens_per_commit_max = 1;
   std::int64_t priority_max = 0;
   std::int64_t tenants = 1;
+  std::int64_t samples_max = 1;
   // Chances in a thousand, each step.
   std::int64_t arrival = 0;
   std::int64_t cancel = 0;
@@ -99,7 +101,7 @@ class Simulator {
   void resume_all();
   std::uint64_t choose_victim();
   void run_step(const StepPlan& plan, bool quiet);
-  std::vector<Token> make_tokens(std::uint64_t digest, bool quiet);
+  std::vector<Token> make_tokens(FakeRunner::Wanted wanted, bool quiet);
   Nanoseconds tick();
   void digest(std::uint64_t value) noexcept { outcome_.digest = mix(outcome_.digest ^ value); }
   const StepReport& take_report();

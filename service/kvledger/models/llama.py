@@ -248,6 +248,17 @@ class Llama:
             beat()
         return self._head(x, plan)
 
+    def score(self, tokens: npt.NDArray[np.int64]) -> torch.Tensor:
+        """Logits after other tokens of the step computed last: float32 [len(tokens), vocabulary].
+
+        `tokens` are indices into the plan's; valid until the next step.
+        """
+        logits = torch.empty(len(tokens), self._vocabulary)
+        rows = self._hidden[torch.from_numpy(tokens)]
+        self._ops.rms_norm(rows, self._weights.output_norm, self._config.rms_epsilon, rows)
+        self._ops.linear(rows, self._weights.head, logits)
+        return logits
+
     def _adjust(self, layer: LlamaLayer, qkv: torch.Tensor) -> None:
         """What some families do to queries, keys and values before they are turned and stored."""
         if layer.qkv_bias is not None:

@@ -84,7 +84,10 @@ class Ops(Protocol):
         ...
 
     def begin_step(self, memory: _core.KvMemory, plan: _core.Plan, query_heads: int) -> None:
-        """Takes up the sequences of a step; the three operations below are about them."""
+        """Takes up the sequences of a step; the three operations below are about them.
+
+        Blocks that the plan wants copied are copied first.
+        """
         ...
 
     def kv_append(

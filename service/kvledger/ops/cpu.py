@@ -98,6 +98,8 @@ class CpuOps:
         """See Ops.begin_step."""
         if self._view is None:
             self._view = memory.view()
+        if plan.copies:
+            memory.copy_blocks(plan.copy_from, plan.copy_to)
         self._batch = plan.batch()
         self._query_heads = query_heads
         self.kernels.begin_step(self._view, self._batch, query_heads)

@@ -114,6 +114,8 @@ class ReferenceOps:
             self._memory = memory
             self._keys, self._values = _views(memory)
             self._key_shape = self._keys.shape[4:5] + self._keys.shape[6:]
+        if plan.copies:
+            memory.copy_blocks(plan.copy_from, plan.copy_to)
         self._plan = plan
         self._query_heads = query_heads
 

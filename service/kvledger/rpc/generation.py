@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import grpc
@@ -26,12 +26,13 @@ from kvledger.rpc.prompts import PromptEncoder
 from kvledger.rpc.translation import (
     duration,
     logprobs_message,
+    prompt_messages,
     receipt_message,
     sampling_parameters,
 )
 from kvledger.served_model import ServedModel
 from kvledger.streams import Mail, Receipt
-from kvledger.tokenizer import OutputText
+from kvledger.tokenizer import OutputText, Tokenizer
 from kvledger.v1 import generation_pb2, generation_pb2_grpc
 
 # Trailing metadata that carries the receipt of a request that failed.
@@ -74,7 +75,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 raise ModelUnknown
             tokenizer = self._model.tokenizer
             stop_ids = frozenset(request.stop.token_ids)
-            output = OutputText(tokenizer, list(request.stop.sequences), stop_ids)
+            samples = [
+                _Sample(request, index, tokenizer, stop_ids) for index in range(_samples(request))
+            ]
             prompt = await self._prompts.encode(request)
             ticket = self._admission.enter(
                 caller=DEV_CALLER,
@@ -84,8 +87,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 priority=request.priority,
                 ignore_eos=request.stop.ignore_eos,
                 stop_ids=stop_ids,
+                samples=len(samples),
+                prompt_logprobs=_prompt_logprobs(request),
             )
-            stream = _Stream(request, ticket, output, self._model, self._engine, self._admission)
+            stream = _Stream(request, ticket, samples, self._model, self._engine, self._admission)
             async for response in stream.responses():
                 yield response
         except (asyncio.CancelledError, grpc.aio.AbortError):
@@ -98,6 +103,79 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 stream.close()
 
 
+def _samples(request: generation_pb2.GenerateRequest) -> int:
+    return request.samples if request.HasField("samples") else 1
+
+
+def _prompt_logprobs(request: generation_pb2.GenerateRequest) -> int | None:
+    output = request.output
+    return output.prompt_logprobs if output.HasField("prompt_logprobs") else None
+
+
+class _Sample:
+    """One answer on its way out."""
+
+    def __init__(
+        self,
+        request: generation_pb2.GenerateRequest,
+        index: int,
+        tokenizer: Tokenizer,
+        stop_ids: frozenset[int],
+    ) -> None:
+        self.index = index
+        self.output = OutputText(tokenizer, list(request.stop.sequences), stop_ids)
+        # Why the core ended it, where a token of its own did.
+        self.end: EndReason | None = None
+        self._finished = False
+        self._wants_ids = request.output.token_ids
+        self._final_only = request.output.final_only
+        self._texts: list[str] = []
+        self._token_ids: list[int] = []
+        # Of tokens that have come and not left, in order; none where the request did not ask.
+        self._logprobs: deque[TokenLogprobs] = deque()
+
+    def feed(
+        self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], is_last: bool
+    ) -> generation_pb2.Delta | None:
+        """What of these tokens, and of those before, may be shown now."""
+        self._logprobs.extend(logprobs)
+        piece = self.output.feed(tokens)
+        text, token_ids = piece.text, piece.token_ids
+        if is_last and not self._finished:
+            self._finished = True
+            rest = self.output.finish()
+            text, token_ids = text + rest.text, token_ids + rest.token_ids
+        if self._final_only:
+            self._texts.append(text)
+            self._token_ids.extend(token_ids)
+            return None
+        if not text and not token_ids:
+            return None
+        delta = generation_pb2.Delta(text=text, tokens=len(token_ids), index=self.index)
+        if self._wants_ids:
+            delta.token_ids.extend(token_ids)
+        if self._logprobs:
+            # Tokens leave in the order in which they came.
+            leaving = (self._logprobs.popleft() for _ in token_ids)
+            delta.logprobs.extend(logprobs_message(each) for each in leaving)
+        return delta
+
+    def reason(self, receipt: Receipt) -> EndReason:
+        """Why it ended; `receipt` says why the last sample did."""
+        if self.output.stopped:
+            return EndReason.STOP
+        return self.end if self.end is not None else receipt.end_reason
+
+    def message(self, reason: EndReason) -> generation_pb2.Sample:
+        """How it ended, and all of it where no deltas were sent."""
+        sample = generation_pb2.Sample(index=self.index, finish_reason=_FINISH_REASONS[reason])
+        if self._final_only:
+            sample.text = "".join(self._texts)
+            if self._wants_ids:
+                sample.token_ids.extend(self._token_ids)
+        return sample
+
+
 class _Stream:
     """One admitted request on its way out."""
 
@@ -105,7 +183,7 @@ class _Stream:
         self,
         request: generation_pb2.GenerateRequest,
         ticket: Ticket,
-        output: OutputText,
+        samples: Sequence[_Sample],
         model: ServedModel,
         engine: Engine,
         admission: Admission,
@@ -114,28 +192,26 @@ class _Stream:
         self._model = model
         self._engine = engine
         self._admission = admission
-        self._wants_ids = request.output.token_ids
-        self._final_only = request.output.final_only
+        self._samples = samples
         self._queue_timeout: float | None = None
         if request.HasField("queue_timeout"):
             self._queue_timeout = request.queue_timeout.ToTimedelta().total_seconds()
-        self._output = output
-        self._texts: list[str] = []
-        self._token_ids: list[int] = []
-        # Of tokens that have come and not left, in order; none where the request did not ask.
-        self._logprobs: deque[TokenLogprobs] = deque()
         self._ended = False  # the last mail has come
         self._receipt: Receipt | None = None
 
     def close(self) -> None:
         """Gives the blocks back if nobody has done so yet."""
         if not self._ended:
-            self._engine.end(self._ticket.sequence, EndReason.CANCELLED)
+            self._end_all(EndReason.CANCELLED)
+
+    def _end_all(self, reason: EndReason) -> None:
+        for sequence in self._ticket.sequences:
+            self._engine.end(sequence, reason)
 
     async def settle(self) -> Metadata:
         """Ends a request that failed: the receipt as trailing metadata, if there is one."""
         if not self._ended:
-            self._engine.end(self._ticket.sequence, EndReason.FAILED)
+            self._end_all(EndReason.FAILED)
             # The receipt comes after the step that runs. A step that takes long, or hangs, must
             # not keep the caller from its status.
             await self._within(_RECEIPT_SECONDS, self._until_ended())
@@ -149,8 +225,11 @@ class _Stream:
         if mail.admitted_after is not None:
             yield self._accepted(mail.admitted_after)
         while True:
+            for logprobs in mail.prompt:
+                for message in prompt_messages(logprobs):
+                    yield generation_pb2.GenerateResponse(prompt=message)
             for delta in self._deltas(mail):
-                yield delta
+                yield generation_pb2.GenerateResponse(delta=delta)
             if mail.is_last:
                 break
             mail = await self._next()
@@ -170,7 +249,7 @@ class _Stream:
         started = time.monotonic()
         mail = await self._within(self._queue_timeout, self._next())
         if mail is None:
-            self._engine.end(self._ticket.sequence, EndReason.CANCELLED)
+            self._end_all(EndReason.CANCELLED)
             raise QueueTimeout(time.monotonic() - started, self._admission.retry_after)
         return mail
 
@@ -191,32 +270,24 @@ class _Stream:
         finally:
             task.cancel()
 
-    def _deltas(self, mail: Mail) -> list[generation_pb2.GenerateResponse]:
-        """At most one delta: what of the mail's tokens may be shown now."""
-        was_stopped = self._output.stopped
-        self._logprobs.extend(mail.logprobs)
-        piece = self._output.feed(mail.tokens)
-        text, token_ids = piece.text, piece.token_ids
-        if mail.is_last and not was_stopped:
-            rest = self._output.finish()
-            text, token_ids = text + rest.text, token_ids + rest.token_ids
-        if self._output.stopped and not was_stopped and not mail.is_last:
-            # What the core computes beyond the stop is thrown away.
-            self._engine.end(self._ticket.sequence, EndReason.STOP)
-        if self._final_only:
-            self._texts.append(text)
-            self._token_ids.extend(token_ids)
-            return []
-        if not text and not token_ids:
-            return []
-        delta = generation_pb2.Delta(text=text, tokens=len(token_ids))
-        if self._wants_ids:
-            delta.token_ids.extend(token_ids)
-        if self._logprobs:
-            # Tokens leave in the order in which they came.
-            leaving = (self._logprobs.popleft() for _ in token_ids)
-            delta.logprobs.extend(logprobs_message(each) for each in leaving)
-        return [generation_pb2.GenerateResponse(delta=delta)]
+    def _deltas(self, mail: Mail) -> Iterator[generation_pb2.Delta]:
+        """At most one delta of each sample: what of the mail's tokens may be shown now."""
+        for sample in self._samples:
+            tokens, logprobs = mail.tokens, mail.logprobs
+            if mail.samples:
+                own = [place for place, index in enumerate(mail.samples) if index == sample.index]
+                tokens = [tokens[place] for place in own]
+                logprobs = [logprobs[place] for place in own] if logprobs else logprobs
+            elif len(self._samples) > 1:
+                tokens, logprobs = [], []
+            was_stopped = sample.output.stopped
+            sample.end = mail.ends.get(sample.index, sample.end)
+            delta = sample.feed(tokens, logprobs, mail.is_last or sample.end is not None)
+            if sample.output.stopped and not was_stopped and not mail.is_last:
+                # What the core computes beyond the stop is thrown away.
+                self._engine.end(self._ticket.sequences[sample.index], EndReason.STOP)
+            if delta is not None:
+                yield delta
 
     def _accepted(self, queued: int) -> generation_pb2.GenerateResponse:
         return generation_pb2.GenerateResponse(
@@ -230,25 +301,20 @@ class _Stream:
     def _finished(self) -> generation_pb2.GenerateResponse:
         if self._receipt is None:
             raise RequestFailed(self._ticket.request_id)
-        reason = EndReason.STOP if self._output.stopped else self._receipt.end_reason
-        if reason == EndReason.CANCELLED and self._ticket.mailbox.gave_up:
+        reasons = [sample.reason(self._receipt) for sample in self._samples]
+        if EndReason.FAILED in (*reasons, self._receipt.end_reason):
+            raise RequestFailed(self._ticket.request_id)
+        if EndReason.CANCELLED in reasons and self._ticket.mailbox.gave_up:
             raise ReaderStalled(self._admission.stall_seconds)
-        if reason == EndReason.CANCELLED:
+        if EndReason.CANCELLED in reasons:
             # Nobody but a server that stops ends a request whose client still listens.
             raise ServerDraining(self._admission.retry_after)
-        if reason not in _FINISH_REASONS:
-            raise RequestFailed(self._ticket.request_id)
-        sample = generation_pb2.Sample(finish_reason=_FINISH_REASONS[reason])
-        if self._final_only:
-            sample.text = "".join(self._texts)
-            if self._wants_ids:
-                sample.token_ids.extend(self._token_ids)
         return generation_pb2.GenerateResponse(
             finished=generation_pb2.Finished(
-                samples=[sample],
+                samples=map(_Sample.message, self._samples, reasons),
                 usage=generation_pb2.Usage(
                     prompt_tokens=self._ticket.prompt_tokens,
-                    completion_tokens=self._output.token_count,
+                    completion_tokens=sum(sample.output.token_count for sample in self._samples),
                 ),
                 receipt=self._receipt_message(),
             )

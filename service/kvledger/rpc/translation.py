@@ -9,7 +9,7 @@ from google.protobuf import duration_pb2
 
 from kvledger import _core
 from kvledger.logit_changes import ChangeOptions
-from kvledger.logprobs import TokenLogprobs
+from kvledger.logprobs import PromptLogprobs, TokenLogprobs
 from kvledger.sampling import SamplingParameters
 from kvledger.served_model import ServedModel
 from kvledger.streams import Receipt
@@ -78,6 +78,21 @@ def logprobs_message(logprobs: TokenLogprobs) -> generation_pb2.TokenLogprobs:
     )
 
 
+# Tokens of a prompt in one message: with 20 others each, some 40 KB.
+_PROMPT_PIECE = 128
+
+
+def prompt_messages(logprobs: PromptLogprobs) -> list[generation_pb2.PromptLogprobs]:
+    """Log-probabilities of a prompt as the contract says them, in pieces."""
+    return [
+        generation_pb2.PromptLogprobs(
+            first=logprobs.first + start,
+            logprobs=[logprobs_message(row) for row in logprobs.rows(start, _PROMPT_PIECE)],
+        )
+        for start in range(0, len(logprobs.tokens), _PROMPT_PIECE)
+    ]
+
+
 def duration(nanoseconds: int) -> duration_pb2.Duration:
     """A Duration of that many nanoseconds, not negative."""
     seconds, nanos = divmod(nanoseconds, 1_000_000_000)
@@ -97,6 +112,7 @@ def receipt_message(
         ),
         computed_tokens=receipt.computed_tokens,
         recomputed_tokens=receipt.recomputed_tokens,
+        shared_tokens=receipt.shared_tokens,
         preemptions=receipt.preemptions,
         queue_time=duration(receipt.queued),
         prefill_time=duration(receipt.prefill),

@@ -169,3 +169,30 @@ async def test_options_that_break_a_limit_are_refused(server: ServerHarness) -> 
         *("sampling.logit_bias[0].token_id", "stop.token_ids[0]"),
         *("stop.min_tokens", "output.top_logprobs"),
     }
+
+
+@pytest.mark.parametrize("count", [0, 2])
+async def test_log_probabilities_of_the_prompt_come_before_the_answer(
+    server: ServerHarness, count: int
+) -> None:
+    """A caller that scores texts would get numbers of other places, or none."""
+    prompt = "abd" + "e" * 200  # "d" is not what follows "b"; more than one message
+    message = request(prompt, max_tokens=3)
+    message.output.prompt_logprobs = count
+    answer = await send(server, message)
+    kinds = answer.kinds
+    assert kinds[0] == "accepted"
+    assert 1 < kinds.count("prompt") < len(prompt)
+    assert "prompt" not in kinds[kinds.index("delta") :]
+    told = {
+        place: each
+        for response in answer.responses
+        for place, each in enumerate(response.prompt.logprobs, response.prompt.first)
+    }
+    assert list(told) == list(range(1, len(prompt)))
+    assert [each.chosen.token_id for each in told.values()] == list(prompt[1:].encode())
+    assert told[1].chosen.logprob == pytest.approx(0.0, abs=1e-4)
+    assert told[2].chosen.logprob == pytest.approx(-20.0, abs=1e-4)
+    assert [len(each.top) for each in told.values()] == [count] * len(told)
+    if count:
+        assert told[2].top[0].token_id == ord("c")

@@ -1,0 +1,50 @@
+// The blocks of running sequences: taking them, sharing them between samples, giving them back.
+//
+// A sample that begins where another stands shares the blocks of their common tokens. Nobody writes
+// into a block that two samples have: who is to write first takes a block of its own, and the plan
+// says what to copy into it before anything of the step is computed (copy-on-write). The last one
+// left keeps the block.
+//
+// One thread at a time.
+
+#pragma once
+
+#include <cstdint>
+
+#include "core/block_pool.h"
+#include "core/block_table.h"
+#include "core/sequence.h"
+#include "core/step_plan.h"
+#include "core/types.h"
+
+namespace kvledger {
+
+class SequenceBlocks {
+ public:
+  SequenceBlocks(std::int32_t slots_per_block, BlockPool& pool, BlockTables& tables);
+
+  // Blocks that hold `tokens` tokens of a sequence.
+  BlockCount blocks_for(std::int64_t tokens) const noexcept;
+  // Blocks that hold nothing but the first `tokens` tokens.
+  BlockCount full_blocks(std::int64_t tokens) const noexcept;
+  // Blocks that a sequence has to take before it can compute `tokens` more tokens.
+  BlockCount missing(const Sequence& sequence, std::int64_t tokens) const;
+
+  // Takes one of those, out of the sequence's reservation.
+  void take(Sequence& sequence, StepPlan& plan);
+  // Lets `to`, which has no block yet, begin with the blocks of the first `tokens` tokens of
+  // `from`, another sample of its request.
+  void share(const Sequence& from, Sequence& to, std::int64_t tokens, StepPlan& plan);
+  // Gives back all blocks, the row, and what was promised.
+  void give_back(Sequence& sequence);
+
+ private:
+  // Whether the next token would be written into a block that another sample has too.
+  bool must_copy(const Sequence& sequence) const;
+
+  const std::int64_t slots_per_block_;
+  BlockPool& pool_;
+  BlockTables& tables_;
+};
+
+}  // namespace kvledger
