@@ -33,7 +33,10 @@ from kvledger.v1 import generation_pb2 as pb
 from kvledger.v1 import generation_pb2_grpc, models_pb2_grpc
 
 CONTEXT_TOKENS = 256  # as in engine_harness.make_core
-_LOGGING_MODULES = ("admission", "engine", "server", "rpc.errors", "rpc.listener")
+_LOGGING_MODULES = (
+    *("admission", "engine", "server"),
+    *("rpc.calls", "rpc.errors", "rpc.front", "rpc.listener"),
+)
 _DETAILS = (
     error_details_pb2.BadRequest,
     error_details_pb2.ErrorInfo,
@@ -182,7 +185,9 @@ class ServerHarness:
         self.ends: list[tuple[int, EndReason, int]] = []  # sequence, reason, plans made until then
         sequences_max = str(core_changes.get("sequences_max", 8))
         self.settings = settings(
-            *("--listen", "127.0.0.1:0", "--max-sequences", sequences_max), *arguments
+            *("--listen", "127.0.0.1:0", "--max-sequences", sequences_max),
+            *("--operators-listen", "none"),
+            *arguments,
         )
         self.server: Server
         self.channel: grpc.aio.Channel
