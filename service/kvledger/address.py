@@ -24,6 +24,8 @@ _HOST = re.compile(r"[^\s\[\]/:]+")
 _UNIX = "unix:"
 # gRPC reads the path as part of a URI: in it, %, ? and # would mean something else.
 _SOCKET_PATH = re.compile(r"/[\w.~@:+,=-][\w./~@:+,=-]*", re.ASCII)
+# Where a package or an image may have made a folder for sockets.
+_MADE_FOLDER = "/run/kvledger"
 # What sun_path holds, less the zero at its end.
 _SOCKET_PATH_MAX = 107
 
@@ -172,9 +174,9 @@ def _if_it_fits(path: Path) -> str | None:
 
 def _runtime_folder(environment: Mapping[str, str]) -> Path | None:
     """A folder for sockets that belongs to this user; made if need be, below one that is there."""
-    # What systemd made for the service, may be several; what a package or an image made; the
-    # user's own; a folder among everybody's temporary files.
-    for made in (*environment.get("RUNTIME_DIRECTORY", "").split(":"), "/run/kvledger"):
+    # What systemd made for the service, perhaps several; the user's own; among everybody's
+    # temporary files.
+    for made in (*environment.get("RUNTIME_DIRECTORY", "").split(":"), _MADE_FOLDER):
         if made and _is_ours(Path(made)):
             return Path(made)
     above = environment.get("XDG_RUNTIME_DIR")

@@ -77,7 +77,7 @@ def test_each_listener_has_only_its_own() -> None:
     generation, models, health, reflection = SERVED
     check_every_method_has_a_row(SERVED, Port.CLIENTS)
     check_every_method_has_a_row([health, reflection, CHANNELZ], Port.OPERATORS)
-    with pytest.raises(LookupError, match="/grpc.channelz.v1.Channelz/.* belongs to .* OPERATORS"):
+    with pytest.raises(LookupError, match=r"/grpc\.channelz\..* belongs to .* OPERATORS"):
         check_every_method_has_a_row([*SERVED, CHANNELZ], Port.CLIENTS)
     for service_ in (generation, models):
         with pytest.raises(LookupError, match=f"/{service_.full_name}/.* belongs to .* CLIENTS"):

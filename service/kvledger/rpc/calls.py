@@ -3,8 +3,9 @@
 A client that leaves its stream's window closed keeps a finished handler waiting in a write that
 never ends, with the memory behind it and its place on the connection. gRPC has no timeout for that,
 and a status would queue up behind the message that does not leave. What ends such a call is to let
-go of it: gRPC resets a stream whose call nobody holds any more (seen with grpcio 1.85.3). Whoever
-holds it are the task of the handler and the task that started it, which waits for the client.
+go of it: gRPC ends a stream whose call nobody holds any more (seen with grpcio 1.85.3). Two tasks hold
+it, the handler's and the one that started that and waits for the client. The loop that takes calls
+in holds the last one as well: one that was let go ends on the wire when the next call comes.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Call:
 
     def __init__(self, task: asyncio.Task[Any], context: Any) -> None:
         self._task = task
-        self._context = context
+        self._context: Any = context
         # Since when it waits for its client to take something; None while it does not.
         self.writing_since: float | None = None
         # Whether something is still being done for it, whose own rules say how long.
@@ -68,6 +69,8 @@ class Call:
 
     def is_lost(self, now: float, stall_seconds: float) -> bool:
         """Whether its client has taken nothing for so long that it is let go."""
+        if self._context is None:
+            return False  # it was let go
         if self.writing_since is None and self._context.done():
             self.writing_since = now  # a status waits behind what was not taken
         if self.writing_since is None or self.at_work():
@@ -88,6 +91,12 @@ class Call:
         if waiting is not None:
             waiting.cancel()
         self._task.cancel()
+        self.forget()
+
+    def forget(self) -> None:
+        """Gives up gRPC's call: who still knows this one must not keep the stream."""
+        self._context = None
+        self.at_work = bool
 
 
 _this_call: ContextVar[Call] = ContextVar("kvledger_call")
@@ -128,11 +137,14 @@ class Calls(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(_INTERVAL)
-            lost = [c for c in self._open if c.is_lost(loop.time(), self._stall_seconds)]
-            for call in lost:
-                call.let_go()
-            if lost:
-                _log.warning("calls_let_go", calls=len(lost), stall_seconds=self._stall_seconds)
+            if count := self._let_go_of_lost(loop.time()):
+                _log.warning("calls_let_go", calls=count, stall_seconds=self._stall_seconds)
+
+    def _let_go_of_lost(self, now: float) -> int:
+        lost = [call for call in self._open if call.is_lost(now, self._stall_seconds)]
+        for call in lost:
+            call.let_go()
+        return len(lost)
 
     async def intercept_service(
         self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any
@@ -227,6 +239,7 @@ class Calls(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     def _end(self, path: str, call: Call, context: Any, task: asyncio.Task[Any]) -> None:
         del task
         self._open.discard(call)
+        call.forget()
         with contextlib.suppress(Exception):  # the count is no reason for a call to fail
             self._on_end(path, _status_name(context))
 
