@@ -3,9 +3,9 @@
 A client that leaves its stream's window closed keeps a finished handler waiting in a write that
 never ends, with the memory behind it and its place on the connection. gRPC has no timeout for that,
 and a status would queue up behind the message that does not leave. What ends such a call is to let
-go of it: gRPC ends a stream whose call nobody holds any more (seen with grpcio 1.85.3). Two tasks hold
-it, the handler's and the one that started that and waits for the client. The loop that takes calls
-in holds the last one as well: one that was let go ends on the wire when the next call comes.
+go of it: gRPC ends a stream whose call nobody holds any more (seen with grpcio 1.85.3). Two tasks
+hold it, the handler's and the one that started that and waits for the client. The loop that takes
+calls in holds the last one too: if that is let go, the wire hears of it with the next call.
 """
 
 from __future__ import annotations

@@ -50,9 +50,11 @@ def options(max_connections: int, keepalive: Keepalive = KEEPALIVE) -> tuple[tup
         ("grpc.http2.write_buffer_size", WRITE_BUFFER_BYTES),
         ("grpc.keepalive_time_ms", round(keepalive.ask * 1000)),
         ("grpc.keepalive_timeout_ms", round(keepalive.answer * 1000)),
+        # What closes the connection: without it, gRPC waits a minute for a ping's answer.
+        ("grpc.http2.ping_timeout_ms", round(keepalive.answer * 1000)),
         ("grpc.keepalive_permit_without_calls", 1),
         (
-            "grpc.http2.min_recv_ping_interval_without_data_ms",
+            "grpc.http2.min_ping_interval_without_data_ms",
             round(keepalive.client_pings * 1000),
         ),
         ("grpc.http2.max_pings_without_data", 0),
