@@ -9,9 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    ProcessCollector,
+    disable_created_metrics,
+)
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
+
+# A second series for each counter, about when it was made, that nobody charts.
+disable_created_metrics()  # type: ignore[no-untyped-call]
 
 # How a call can end: gRPC's statuses, each there from the start so that rates begin at zero.
 _STATUSES = (

@@ -18,7 +18,10 @@ EXAMPLES = ROOT / "examples"
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
     model = write_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf")
-    options = ("--dev", "--listen", "127.0.0.1:0", "--kv-blocks", "16", "--log-format", "json")
+    options = (
+        *("--dev", "--listen", "127.0.0.1:0", "--operators-listen", "none"),
+        *("--kv-blocks", "16", "--log-format", "json"),
+    )
     with started(["serve", *options, "--model", str(model)]) as server:
         yield server
 
