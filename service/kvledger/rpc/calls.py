@@ -36,7 +36,9 @@ _INTERVAL = 0.5
 # When a caller of a server that stops may come again, in seconds.
 _RETRY_SECONDS = 1.0
 
-# The task that started each task. gRPC starts a handler's task in one that waits for its client.
+# gRPC's coroutine that starts a handler and waits for its client.
+_WAITS_FOR_CLIENT = "_schedule_rpc_coro"
+# The task that started each task.
 _starters: weakref.WeakKeyDictionary[asyncio.Task[Any], weakref.ref[asyncio.Task[Any]]] = (
     weakref.WeakKeyDictionary()
 )
@@ -88,7 +90,8 @@ class Call:
         self._context.set_code(grpc.StatusCode.ABORTED)
         starter = _starters.get(self._task)
         waiting = starter() if starter is not None else None
-        if waiting is not None:
+        # Another version of gRPC may start handlers in another way: never cancel its server's loop.
+        if waiting is not None and getattr(waiting.get_coro(), "__name__", "") == _WAITS_FOR_CLIENT:
             waiting.cancel()
         self._task.cancel()
         self.forget()
