@@ -1,22 +1,31 @@
 """Where a server listens: host:port or unix:/path, and whether that is free.
 
-Found out before anything expensive happens.
+Found out before anything expensive happens. A unix socket's path belongs to whoever holds the lock
+file beside it: two servers that start at once would each find a file that nobody listens on, and
+the later one would take the path away from the earlier.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import ipaddress
+import os
 import re
 import socket
 import stat
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+
+from kvledger.errors import SettingRefused
 
 _PORT = re.compile("[0-9]{1,5}")
 _HOST = re.compile(r"[^\s\[\]/:]+")
 _UNIX = "unix:"
 # gRPC reads the path as part of a URI: in it, %, ? and # would mean something else.
 _SOCKET_PATH = re.compile(r"/[\w.~@:+,=-][\w./~@:+,=-]*", re.ASCII)
+# Where a package or an image may have made a folder for sockets.
+_MADE_FOLDER = "/run/kvledger"
 # What sun_path holds, less the zero at its end.
 _SOCKET_PATH_MAX = 107
 
@@ -84,6 +93,115 @@ def _why_socket_not_free(path: Path) -> str | None:
     except OSError as error:
         return _words(error)
     return "another server listens there"
+
+
+class SocketLock:
+    """The right to listen on a unix socket's path, until `release` or the end of the process."""
+
+    def __init__(self, path: Path) -> None:
+        """BlockingIOError if somebody else has it, OSError if it cannot be asked for."""
+        self._path = path.with_name(path.name + ".lock")
+        while True:
+            self._file = os.open(
+                self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+            )
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if self._is_the_file_of_that_name():
+                    return
+            except BaseException:
+                os.close(self._file)
+                raise
+            os.close(self._file)
+
+    @classmethod
+    def of(cls, option: str, path: Path) -> SocketLock:
+        """The lock of a path that this option names; SettingRefused if it cannot be had."""
+        try:
+            return cls(path)
+        except BlockingIOError:
+            reason = "another server listens there"
+        except FileNotFoundError:
+            reason = f"there is no folder {path.parent}"
+        except OSError as error:
+            reason = _words(error)
+        raise SettingRefused(f"{option} unix:{path}: {reason}")
+
+    def release(self) -> None:
+        """Lets others have it; the file goes while nobody else can hold it."""
+        self._path.unlink(missing_ok=True)
+        os.close(self._file)
+
+    def _is_the_file_of_that_name(self) -> bool:
+        """Whether nobody took the file away between its opening and its locking."""
+        try:
+            return os.path.samestat(os.fstat(self._file), self._path.lstat())
+        except FileNotFoundError:
+            return False
+
+
+@contextlib.contextmanager
+def for_the_owner_only() -> Iterator[None]:
+    """A socket that is made meanwhile has mode 0600: there is no moment for others to connect."""
+    mask = os.umask(0o177)
+    try:
+        yield
+    finally:
+        os.umask(mask)
+
+
+def operators_address(clients: str, environment: Mapping[str, str] | None = None) -> str | None:
+    """Where operators are listened to unless told otherwise; None if there is no place for it.
+
+    It follows from where clients are listened to, so that two servers on one machine have two:
+    beside their unix socket, else in a folder that only this user can enter.
+    """
+    path = socket_path(clients)
+    if path is not None:
+        return _if_it_fits(path.with_name(path.name.removesuffix(".sock") + ".operators.sock"))
+    folder = _runtime_folder(os.environ if environment is None else environment)
+    if folder is None:
+        return None
+    host, port = host_and_port(clients)
+    name = re.sub(r"[^\w.-]", "_", host, flags=re.ASCII)
+    return _if_it_fits(folder / f"operators-{name}-{port}.sock")
+
+
+def _if_it_fits(path: Path) -> str | None:
+    address = f"{_UNIX}{path}"
+    return address if why_no_address(address) is None else None
+
+
+def _runtime_folder(environment: Mapping[str, str]) -> Path | None:
+    """A folder for sockets that belongs to this user; made if need be, below one that is there."""
+    # What systemd made for the service, perhaps several; the user's own; among everybody's
+    # temporary files.
+    for made in (*environment.get("RUNTIME_DIRECTORY", "").split(":"), _MADE_FOLDER):
+        if made and _is_ours(Path(made)):
+            return Path(made)
+    above = environment.get("XDG_RUNTIME_DIR")
+    places = [Path(above, "kvledger")] if above else []
+    places.append(Path(environment.get("TMPDIR") or "/tmp", f"kvledger-{os.getuid()}"))  # noqa: S108
+    for place in places:
+        with contextlib.suppress(OSError):
+            place.mkdir(mode=0o700, exist_ok=True)
+            if _is_ours(place):
+                return place
+    return None
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether it is a folder of this user's, no link, that nobody else can write to."""
+    try:
+        found = folder.lstat()
+    except OSError:
+        return False
+    return (
+        stat.S_ISDIR(found.st_mode)
+        and found.st_uid == os.getuid()
+        and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        and os.access(folder, os.W_OK | os.X_OK)
+    )
 
 
 def _words(error: Exception) -> str:

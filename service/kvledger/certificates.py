@@ -12,6 +12,8 @@ import os
 import ssl
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
+from functools import cached_property
 from pathlib import Path
 
 from kvledger.errors import SettingRefused
@@ -44,6 +46,31 @@ class CertificateRefused(SettingRefused):
         self.kind = kind
 
 
+# A certificate whose end is nearer than this, or than this share of its life, should have been
+# renewed by now: those of days are renewed at two thirds of them.
+_SOON = timedelta(days=14)
+_SOON_SHARE = 0.25
+
+
+@dataclass(frozen=True)
+class Validity:
+    """From when to when a certificate and its whole chain hold."""
+
+    begins: datetime
+    ends: datetime
+
+    def why_not_well(self, now: datetime | None = None) -> str | None:
+        """expired, expires_soon or not_yet_valid; None if all is well."""
+        now = now or datetime.now(timezone.utc)
+        if now >= self.ends:
+            return "expired"
+        if now < self.begins:
+            return "not_yet_valid"
+        if self.ends - now < min(_SOON, (self.ends - self.begins) * _SOON_SHARE):
+            return "expires_soon"
+        return None
+
+
 @dataclass(frozen=True)
 class Certificates:
     """What a set of files held: PEM, checked. `client_ca` asks clients for certificates."""
@@ -52,12 +79,29 @@ class Certificates:
     key: bytes
     client_ca: bytes | None
 
+    @cached_property
+    def validity(self) -> Validity:
+        """Of the certificate and those that come with it."""
+        from cryptography import x509  # takes a while to import, and most servers have no TLS
+
+        found = x509.load_pem_x509_certificates(self.chain)
+        return Validity(
+            max(certificate.not_valid_before_utc for certificate in found),
+            min(certificate.not_valid_after_utc for certificate in found),
+        )
+
 
 class CertificateFiles:
     """The files and what was last good in them. Belongs to one thread."""
 
-    def __init__(self, chain: Path, key: Path, client_ca: Path | None) -> None:
-        """Raises CertificateRefused if the files cannot be used as they are."""
+    def __init__(
+        self, chain: Path, key: Path, client_ca: Path | None, ca_option: str = "--tls-client-ca"
+    ) -> None:
+        """Raises CertificateRefused if the files cannot be used as they are.
+
+        `ca_option` is the setting that `client_ca` comes from.
+        """
+        self._ca_option = ca_option
         self._chain, self._key, self._client_ca = chain, key, client_ca
         self._stamp = self._look()
         self.current = self._read()
@@ -102,11 +146,16 @@ class CertificateFiles:
         _check_pair(self._chain, chain, self._key, key)
         client_ca = None
         if self._client_ca is not None:
-            client_ca = _pem(
-                "--tls-client-ca", self._client_ca, (_BEGIN_CERTIFICATE,), "certificate"
-            )
-            _check_authority("--tls-client-ca", self._client_ca, client_ca)
-        return Certificates(chain, key, client_ca)
+            client_ca = _pem(self._ca_option, self._client_ca, (_BEGIN_CERTIFICATE,), "certificate")
+            _check_authority(self._ca_option, self._client_ca, client_ca)
+        found = Certificates(chain, key, client_ca)
+        try:
+            _ = found.validity
+        except ValueError:
+            raise CertificateRefused(
+                "unusable", f"--tls-cert {self._chain}: a certificate in it cannot be read"
+            ) from None
+        return found
 
 
 def _pem(option: str, path: Path, marks: tuple[bytes, ...], what: str) -> bytes:

@@ -32,6 +32,9 @@ CoreEngine: TypeAlias = _core.Engine
 # How long an idle engine sleeps before it shows a sign of life again, in seconds.
 _IDLE_SECONDS = 0.25
 
+# What a block can be, in the order of the core's balances.
+BLOCK_STATES = ("free", "reserved", "held", "cached", "releasing")
+
 
 class EndReason(IntEnum):
     """Why a sequence ended; as in core/sequence.h."""
@@ -167,6 +170,7 @@ class Engine:
         self._owners: dict[int, int] = {}  # sequence that was admitted to a row last, by row
         self._scores = PromptScores()
         self._stoppable: set[int] = set()  # sequences with tokens of their own that end them
+        self._balances: npt.NDArray[np.int64] | None = None  # of the last report
         self._last_beat = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -179,6 +183,12 @@ class Engine:
     def silence_seconds(self) -> float:
         """Time since the loop last made progress."""
         return time.monotonic() - self._last_beat
+
+    @property
+    def blocks(self) -> dict[str, int]:
+        """Blocks of the pool by their state, after the last step; empty before the first."""
+        balances = self._balances
+        return {} if balances is None else dict(zip(BLOCK_STATES, balances.tolist(), strict=True))
 
     @property
     def alive(self) -> bool:
@@ -378,6 +388,7 @@ class Engine:
         logprobs: Mapping[int, TokenLogprobs] | None = None,
         prompts: Mapping[int, Sequence[PromptLogprobs]] | None = None,
     ) -> None:
+        self._balances = report.balances
         for receipt in report.receipts:
             for sequence in self._open[int(receipt["sequence"])].samples:
                 self._forget(sequence)

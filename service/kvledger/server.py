@@ -15,26 +15,23 @@ import signal
 import sys
 from collections.abc import Callable
 
-import grpc
 import structlog
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from kvledger.admission import Admission
 from kvledger.engine import Engine, StepOutcome
 from kvledger.errors import SettingRefused
-from kvledger.rpc import connections
-from kvledger.rpc.doors import check_every_method_has_a_row
+from kvledger.metrics import Metrics
+from kvledger.metrics_listener import MetricsListener
+from kvledger.rpc.connections import KEEPALIVE, Keepalive
+from kvledger.rpc.front import Front
 from kvledger.rpc.generation import GenerationServicer
-from kvledger.rpc.listener import Listener
 from kvledger.rpc.models import ModelServicer
 from kvledger.rpc.prompts import PromptEncoder
-from kvledger.rpc.undecodable import UndecodableRefused
+from kvledger.rpc.services import generation_service, model_service
 from kvledger.sampling import Sampler
 from kvledger.served_model import ServedModel
 from kvledger.settings import Settings
 from kvledger.streams import MailboxLimits
-from kvledger.v1 import generation_pb2, generation_pb2_grpc, models_pb2, models_pb2_grpc
 
 _log = structlog.get_logger(__name__)
 
@@ -49,23 +46,13 @@ _LAST_WORDS = 2.0
 # with the reason; gRPC itself would only cancel them. In seconds.
 _LAME_DUCK = 0.25
 
-_SERVICES = {
-    descriptor.full_name: descriptor
-    for descriptor in (
-        generation_pb2.DESCRIPTOR.services_by_name["GenerationService"],
-        models_pb2.DESCRIPTOR.services_by_name["ModelService"],
-        health_pb2.DESCRIPTOR.services_by_name["Health"],
-        reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"],
-    )
-}
-_REFLECTION = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"].full_name
-
 
 class Server:
     """Serves one model until it is told to stop."""
 
-    def __init__(self, settings: Settings, model: ServedModel) -> None:
-        check_every_method_has_a_row(_SERVICES.values())
+    def __init__(
+        self, settings: Settings, model: ServedModel, keepalive: Keepalive = KEEPALIVE
+    ) -> None:
         self._settings = settings
         self._model = model
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -78,33 +65,60 @@ class Server:
             MailboxLimits(settings.mailbox_tokens, settings.stall_timeout),
         )
         self._prompts = PromptEncoder(model.tokenizer, settings.max_queued)
-        self._health = health.aio.HealthServicer()
+        self._metrics = Metrics()
+        self._watch_metrics()
+        self._front = Front(
+            settings,
+            [
+                generation_service(
+                    GenerationServicer(model, self._engine, self._admission, self._prompts)
+                ),
+                model_service(ModelServicer(model, self._prompts)),
+            ],
+            self._metrics,
+            keepalive,
+        )
+        self._metrics_listener: MetricsListener | None = None
         self._stop_requested = asyncio.Event()
         self._stop_now = asyncio.Event()
         self._broke = False
-        self._listener: Listener | None = None
 
     @property
     def port(self) -> int:
         """The port that it serves on, once it is ready; 0 for a unix socket."""
-        assert self._listener is not None
-        return self._listener.port
+        return self._front.clients.port
 
     @property
     def address(self) -> str:
         """host:port or unix:/path that it serves on, once it is ready."""
-        assert self._listener is not None
-        return self._listener.address
+        return self._front.clients.address
+
+    @property
+    def operators_address(self) -> str | None:
+        """Where operators are listened to, once it is ready; None if nowhere."""
+        return self._front.operators.address if self._front.operators else None
+
+    @property
+    def metrics_address(self) -> str | None:
+        """Where metrics are served, once it is ready; None if nowhere."""
+        return self._metrics_listener.address if self._metrics_listener else None
 
     async def run(self, ready: Callable[[], None] = lambda: None) -> int:
         """Serves until stopped; returns the process's exit status. `ready` is called once."""
         self._loop = asyncio.get_running_loop()
-        self._listener = Listener(
-            self._settings.listen, self._make_grpc_server, self._settings.certificates()
-        )
+        # First of all: it is the one that can be refused without anything to undo.
+        if self._settings.metrics_listen is not None:
+            self._metrics_listener = MetricsListener(
+                self._settings.metrics_listen, self._metrics.registry
+            )
         self._engine.start()
-        await self._set_health(serving=True)
-        await self._listener.start()
+        self._front.health.set_serving(True)
+        try:
+            await self._front.start()
+        except BaseException:
+            self._engine.stop(_LAST_WORDS)
+            self._close_metrics()
+            raise
         # What is loaded stays: the collector need not look at it again and again.
         gc.collect()
         gc.freeze()
@@ -113,13 +127,15 @@ class Server:
         self._handle_signals()
         watches = (
             asyncio.create_task(self._watch_heartbeat()),
-            asyncio.create_task(self._watch_listener(self._listener)),
+            asyncio.create_task(self._watch_front()),
         )
         _log.info(
             "serving",
             listen=self.address,
             tls=self._settings.tls_cert is not None,
             client_certificates=self._settings.tls_client_ca is not None,
+            operators=self.operators_address,
+            metrics=self.metrics_address,
             model=self._model.id,
         )
         if self._settings.dev:
@@ -130,18 +146,14 @@ class Server:
         for watch in watches:
             watch.cancel()
         await self._end_open_requests()
-        await self._listener.stop(_LAST_WORDS)
+        await self._front.stop(_LAST_WORDS)
         if not self._engine.stop(_LAST_WORDS):
             _log.error("engine_hangs", silence_seconds=round(self._engine.silence_seconds, 1))
             self._broke = True
         self._prompts.close()
+        self._close_metrics()
         _log.info("stopped", open_requests=len(self._admission.open_requests))
         return BROKE if self._broke else 0
-
-    @property
-    def _service_names(self) -> tuple[str, ...]:
-        """The services that it has: a probe must not hear that one is well which is not there."""
-        return tuple(name for name in _SERVICES if self._settings.reflects or name != _REFLECTION)
 
     def request_stop(self) -> None:
         """Drains; asked again, stops at once."""
@@ -149,21 +161,29 @@ class Server:
             self._stop_now.set()
         self._stop_requested.set()
 
-    def _make_grpc_server(self) -> grpc.aio.Server:
-        server = grpc.aio.server(
-            options=connections.options(self._settings.max_connections),
-            interceptors=(UndecodableRefused(),),
+    def _watch_metrics(self) -> None:
+        streams = self._admission.streams
+        watch = self._metrics.watch
+        watch(
+            "kvledger_request_queue_length",
+            "Requests that wait to run for the first time.",
+            lambda: streams.waiting_count,
         )
-        generation_pb2_grpc.add_GenerationServiceServicer_to_server(  # type: ignore[no-untyped-call]
-            GenerationServicer(self._model, self._engine, self._admission, self._prompts), server
+        watch(
+            "kvledger_engine_heartbeat_age_seconds",
+            "Time since the engine's loop last made progress.",
+            lambda: self._engine.silence_seconds,
         )
-        models_pb2_grpc.add_ModelServiceServicer_to_server(  # type: ignore[no-untyped-call]
-            ModelServicer(self._model, self._prompts), server
+        self._metrics.watch_by(
+            "kvledger_kv_blocks",
+            "Blocks of the KV pool, by who has them, after the last step.",
+            "state",
+            lambda: self._engine.blocks,
         )
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        if self._settings.reflects:
-            reflection.enable_server_reflection(self._service_names, server)
-        return server
+
+    def _close_metrics(self) -> None:
+        if self._metrics_listener is not None:
+            self._metrics_listener.close()
 
     def _publish(self, outcome: StepOutcome) -> None:
         assert self._loop is not None
@@ -195,30 +215,21 @@ class Server:
             silent = self._engine.silence_seconds > self._settings.heartbeat_timeout
             serving = self._engine.alive and not silent
             if serving != previous:
-                await self._set_health(serving)
+                self._front.health.set_serving(serving)
                 _log.warning("health_changed", serving=serving)
                 previous = serving
             await asyncio.sleep(_HEALTH_INTERVAL)
 
-    async def _watch_listener(self, listener: Listener) -> None:
+    async def _watch_front(self) -> None:
         try:
-            await listener.watch()
+            await self._front.watch()
         except SettingRefused:
             _log.exception("listener_lost")
             self._broke = True
             self.request_stop()
 
-    async def _set_health(self, serving: bool) -> None:
-        status = (
-            health_pb2.HealthCheckResponse.SERVING
-            if serving
-            else health_pb2.HealthCheckResponse.NOT_SERVING
-        )
-        for name in ("", *self._service_names):
-            await self._health.set(name, status)
-
     async def _drain(self) -> None:
-        await self._health.enter_graceful_shutdown()
+        self._front.health.drain()
         self._admission.drain()
         streams = self._admission.streams
         _log.info("draining", open_requests=streams.open_count)

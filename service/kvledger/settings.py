@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ByteSize, Field, ValidationError
+from pydantic import ByteSize, Field, ValidationError, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 from pydantic_settings import (
     BaseSettings,
     CliSettingsSource,
@@ -31,6 +32,10 @@ from kvledger.models.config import WeightsMode
 _ENVIRONMENT = "KVLEDGER_"
 # Variables with the prefix that are no settings: what the build and the tests read.
 _OTHER_VARIABLES = frozenset({"KVLEDGER_CUDA", "KVLEDGER_TEST_MODEL", "KVLEDGER_BUILD_TYPE"})
+
+
+# The value of --operators-listen that turns it off.
+NOWHERE = "none"
 
 
 class Settings(BaseSettings):
@@ -56,6 +61,21 @@ class Settings(BaseSettings):
         None,
         description="PEM file with authorities: a client without a certificate that one of them "
         "signed is refused",
+    )
+    operators_listen: str | None = Field(
+        None,
+        description="host:port or unix:/path for operators (health, channelz), or none; default: a "
+        "unix socket of this user's beside that of --listen, or in the runtime folder",
+    )
+    operators_client_ca: Path | None = Field(
+        None,
+        description="PEM file with authorities, for --operators-listen host:port with TLS: an "
+        "operator without a certificate that one of them signed is refused",
+    )
+    metrics_listen: str | None = Field(
+        None,
+        description="host:port or unix:/path to serve Prometheus metrics on, over plain HTTP; "
+        "default: nowhere",
     )
     max_connections: int = Field(
         1024, ge=1, le=1 << 20, description="most connections; one more is closed"
@@ -156,6 +176,15 @@ class Settings(BaseSettings):
     log_level: LogLevel = Field("info", description="debug, info, warning or error")
     config: Path | None = Field(None, description="a TOML file with settings by these names")
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_number_for_a_flag(cls, value: Any, info: ValidationInfo) -> Any:
+        """A file's `true` is no 1: pydantic would take it for one."""
+        kind = cls.model_fields[str(info.field_name)].annotation
+        if isinstance(value, bool) and kind is not bool and kind != bool | None:
+            raise PydanticCustomError("no_flag", "it is no flag that is on or off")
+        return value
+
     @classmethod
     def settings_customise_sources(
         cls,
@@ -197,9 +226,53 @@ class Settings(BaseSettings):
 
     def certificates(self) -> CertificateFiles | None:
         """What the files of TLS hold; None without TLS. SettingRefused if they cannot be used."""
-        if self.tls_cert is None or self.tls_key is None:
+        if self.tls_cert is None or self.tls_key is None or socket_path(self.listen):
             return None
         return CertificateFiles(self.tls_cert, self.tls_key, self.tls_client_ca)
+
+    def operators_certificates(self) -> CertificateFiles | None:
+        """The same for the operators' listener, whose callers have authorities of their own."""
+        if self.tls_cert is None or self.tls_key is None or not self.operators_on_tcp:
+            return None
+        return CertificateFiles(
+            self.tls_cert, self.tls_key, self.operators_client_ca, "--operators-client-ca"
+        )
+
+    @property
+    def addresses(self) -> dict[str, str]:
+        """Where it is told to listen, by option."""
+        asked = {
+            "--listen": self.listen,
+            "--operators-listen": self.operators_listen,
+            "--metrics-listen": self.metrics_listen,
+        }
+        return {
+            option: address
+            for option, address in asked.items()
+            if address is not None and (option, address) != ("--operators-listen", NOWHERE)
+        }
+
+    @property
+    def operators_on_tcp(self) -> bool:
+        """Whether operators are listened to on a port."""
+        listen = self.operators_listen
+        return listen not in (None, NOWHERE) and socket_path(str(listen)) is None
+
+    def require_closed_doors(self) -> None:
+        """Raises SettingRefused where strangers could reach what is for operators."""
+        if self.dev:
+            return
+        if self.operators_on_tcp and not (self.tls_cert and self.operators_client_ca):
+            raise SettingRefused(
+                "--operators-listen host:port needs --tls-cert, --tls-key and "
+                "--operators-client-ca: without them whoever reaches the port is an operator; "
+                "or use unix:/path"
+            )
+        if self.metrics_listen is not None and socket_path(self.metrics_listen) is None:
+            raise SettingRefused(
+                "--metrics-listen host:port is plain HTTP, which whoever reaches the port can "
+                "read; without --dev use unix:/path"
+            )
 
 
 class _TomlSource(TomlConfigSettingsSource):
@@ -318,9 +391,19 @@ def _check(settings: Settings) -> None:
             f"{settings.sequences_max}: every running sequence decodes a token a step; "
             f"raise the one or lower the other"
         )
-    if (reason := why_no_address(settings.listen)) is not None:
-        raise SettingRefused(f"--listen: {reason}")
+    _check_addresses(settings)
     _check_tls(settings)
+
+
+def _check_addresses(settings: Settings) -> None:
+    """That each listener has an address that can be, and one of its own."""
+    seen: dict[str, str] = {}
+    for option, address in settings.addresses.items():
+        if (reason := why_no_address(address)) is not None:
+            raise SettingRefused(f"{option}: {reason}")
+        if address in seen and not address.endswith(":0"):
+            raise SettingRefused(f"{option} {address}: {seen[address]} is the same; give another")
+        seen[address] = option
 
 
 def _check_tls(settings: Settings) -> None:
@@ -330,7 +413,17 @@ def _check_tls(settings: Settings) -> None:
         raise SettingRefused(f"--tls-{given} needs --tls-{other}: TLS takes both, or neither")
     if settings.tls_client_ca is not None and settings.tls_cert is None:
         raise SettingRefused("--tls-client-ca needs --tls-cert and --tls-key: it is a part of TLS")
-    if settings.tls_cert is not None and socket_path(settings.listen) is not None:
+    if settings.operators_client_ca is not None and (
+        settings.tls_cert is None or not settings.operators_on_tcp
+    ):
+        raise SettingRefused(
+            "--operators-client-ca needs --operators-listen host:port, --tls-cert and --tls-key: "
+            "it is a part of TLS"
+        )
+    on_socket = socket_path(settings.listen) is not None
+    if settings.tls_client_ca is not None and on_socket:
+        raise SettingRefused("--tls-client-ca is for --listen host:port, not for a unix socket")
+    if settings.tls_cert is not None and on_socket and not settings.operators_on_tcp:
         raise SettingRefused(
             "--tls-cert is for --listen host:port: a unix socket has no name to certify, and its "
             "file's mode says who may connect"

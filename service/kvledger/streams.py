@@ -103,6 +103,7 @@ class Mailbox:
         self._something = asyncio.Event()
         self._stall: asyncio.TimerHandle | None = None  # while the sequence pauses
         self.gave_up = False
+        self.is_over = False  # the last mail is in it, or was fetched
 
     async def next(self) -> Mail:
         """Waits until there is something, and takes all of it."""
@@ -166,12 +167,14 @@ class Mailbox:
     def finish(self, receipt: Receipt) -> None:
         """Puts in the receipt."""
         self._end_stall()
+        self.is_over = True
         self._mail.receipt = receipt
         self._something.set()
 
     def refuse(self) -> None:
         """Puts in that the request will never run."""
         self._end_stall()
+        self.is_over = True
         self._mail.refused = True
         self._something.set()
 

@@ -194,16 +194,20 @@ def test_the_units_command_line_serves_on_its_socket(tmp_path: Path) -> None:
     path = tmp_path / "kvledger.sock"
     places = {
         "unix:/run/kvledger/kvledger.sock": f"unix:{path}",
+        "unix:/run/kvledger/operators.sock": f"unix:{tmp_path / 'operators.sock'}",
+        "unix:/run/kvledger/metrics.sock": f"unix:{tmp_path / 'metrics.sock'}",
         "/var/lib/kvledger/model.gguf": str(model),
     }
     command = [places.get(word, word) for word in unit_command()]
     with started([*command, "--kv-blocks", "16"]) as server:
-        assert run(kvledger("health", "--server", f"unix:{path}")).returncode == 0
+        for socket in (path, tmp_path / "operators.sock"):
+            assert run(kvledger("health", "--server", f"unix:{socket}")).returncode == 0
+        assert (tmp_path / "metrics.sock").is_socket()
         answer = run(kvledger("generate", "--server", f"unix:{path}", "--max-tokens=2", "the"))
         assert answer.returncode == 0, answer.stderr
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(PATIENCE) == 0
-    assert not path.exists()
+    assert [found.name for found in tmp_path.iterdir()] == ["tiny.gguf"]
 
 
 def test_the_unit_leaves_time_to_drain_and_room_for_connections() -> None:
@@ -215,7 +219,9 @@ def test_the_unit_leaves_time_to_drain_and_room_for_connections() -> None:
     assert found["User"] == ["kvledger"]
     hardening = {"NoNewPrivileges": "yes", "ProtectSystem": "strict", "ProtectHome": "yes"}
     assert {name: found[name][0] for name in hardening} == hardening
-    assert settings.listen.startswith("unix:/run/kvledger/"), "the folder that it makes"
+    for listen in settings.addresses.values():
+        assert listen.startswith("unix:/run/kvledger/"), "the folder that it makes"
+    assert len(settings.addresses) == 3
 
 
 def test_probes_of_the_pod_ask_what_exists() -> None:
@@ -239,7 +245,11 @@ def test_the_pod_is_closed_and_has_time_to_drain() -> None:
     assert rights["capabilities"] == {"drop": ["ALL"]}
     assert pod()["securityContext"]["runAsNonRoot"] is True
     assert f"{pod()['securityContext']['runAsUser']}:" in final_stage()["USER"]
-    assert all(mount["readOnly"] for mount in container()["volumeMounts"])
+    writable = [m["mountPath"] for m in container()["volumeMounts"] if not m.get("readOnly")]
+    assert writable == ["/run/kvledger"], "sockets, and nothing else"
+    (run_folder,) = [v["emptyDir"] for v in pod()["volumes"] if v["name"] == "run"]
+    assert run_folder["medium"] == "Memory"
+    assert settings.operators_listen == "unix:/run/kvledger/operators.sock"
     before = container()["lifecycle"]["preStop"]["sleep"]["seconds"]
     assert pod()["terminationGracePeriodSeconds"] > before + settings.drain_timeout + 6
     assert settings.kv_bytes is not None
@@ -254,10 +264,32 @@ def test_the_pod_can_be_reached_by_those_with_the_label_only() -> None:
     assert found["Service"]["spec"]["selector"] == labels
     policy = found["NetworkPolicy"]["spec"]
     assert policy["podSelector"]["matchLabels"] == labels
-    (rule,) = policy["ingress"]
-    assert rule["from"] == [{"podSelector": {"matchLabels": {"kvledger-client": "true"}}}]
+    clients, collectors = policy["ingress"]
+    assert clients["from"] == [{"podSelector": {"matchLabels": {"kvledger-client": "true"}}}]
+    assert [port["port"] for port in clients["ports"]] == [50051]
+    (who,) = collectors["from"]
+    assert who["podSelector"] == {"matchLabels": {"kvledger-metrics": "true"}}
+    assert [port["port"] for port in collectors["ports"]] == [9464]
     (port,) = found["Service"]["spec"]["ports"]
     assert port["targetPort"] in {p["name"] for p in container()["ports"]}
+
+
+def test_collectors_are_sent_to_where_metrics_are() -> None:
+    """A collector would find nothing, and every alert be silent."""
+    template = manifests()["Deployment"]["spec"]["template"]["metadata"]
+    metrics_listen = settings_of("kubernetes.yaml").metrics_listen
+    assert metrics_listen is not None
+    port = metrics_listen.rpartition(":")[2]
+    assert template["annotations"] == {
+        "prometheus.io/scrape": "true",
+        "prometheus.io/port": port,
+        "prometheus.io/path": "/metrics",
+    }
+    named = {p["name"]: p["containerPort"] for p in container()["ports"]}
+    assert named["metrics"] == int(port)
+    # The clients' service does not lead there.
+    (only,) = manifests()["Service"]["spec"]["ports"]
+    assert only["port"] != int(port)
 
 
 def test_the_pods_probes_hear_that_it_serves(tmp_path: Path) -> None:

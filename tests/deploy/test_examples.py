@@ -18,7 +18,10 @@ EXAMPLES = ROOT / "examples"
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
     model = write_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf")
-    options = ("--dev", "--listen", "127.0.0.1:0", "--kv-blocks", "16", "--log-format", "json")
+    options = (
+        *("--dev", "--listen", "127.0.0.1:0", "--operators-listen", "none"),
+        *("--kv-blocks", "16", "--log-format", "json"),
+    )
     with started(["serve", *options, "--model", str(model)]) as server:
         yield server
 
@@ -37,6 +40,31 @@ def test_the_python_client_says_why_it_failed(server: Started) -> None:
     done = run([sys.executable, client, str(PROTOSET), server.address, "x" * 5000])
     assert done.returncode == 1
     assert done.stderr.startswith("INVALID_ARGUMENT: ")
+
+
+@pytest.mark.soak
+def test_the_go_client_generates(server: Started, tmp_path: Path) -> None:
+    """The same for those who generate code; it needs 300 MB of Debian packages, hence not in the
+    fast tier."""
+    missing = [name for name in ("go", "protoc", "protoc-gen-go-grpc") if not shutil.which(name)]
+    if missing:
+        pytest.skip(f"{', '.join(missing)} is missing; examples/go/README.md says what to install")
+    built = subprocess.run(
+        [str(EXAMPLES / "go/build.sh"), str(ROOT / "proto"), str(tmp_path)],
+        env={**environment(), "HOME": str(tmp_path), "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=4 * PATIENCE,
+        check=False,
+    )
+    assert built.returncode == 0, built.stderr
+    client = str(tmp_path / "client")
+    done = run([client, server.address, "the"])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].endswith(" tokens]")
+    done = run([client, server.address, "x" * 5000])
+    assert done.returncode == 1
+    assert done.stderr.startswith("InvalidArgument: ")
 
 
 @pytest.mark.soak

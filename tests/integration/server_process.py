@@ -54,7 +54,10 @@ class ServerProcess:
     """A running server; its log is read as it comes."""
 
     def __init__(self, *arguments: str, prelude: str = "") -> None:
-        options = ("--dev", "--listen", "127.0.0.1:0", "--log-format", "json", *arguments)
+        options = (
+            *("--dev", "--listen", "127.0.0.1:0", "--operators-listen", "none"),
+            *("--log-format", "json", *arguments),
+        )
         code = f"import sys; {prelude}\nfrom kvledger.cli import main; sys.exit(main(sys.argv[1:]))"
         # The interpreter's own process, not a shell's: signals reach the server.
         self.process = subprocess.Popen(

@@ -82,6 +82,8 @@ def test_it_lists_all_services(server: ServerProcess) -> None:
     ]
     described = grpcurl(server, "describe", "kvledger.v1.GenerationService")
     assert "returns ( stream .kvledger.v1.GenerateResponse )" in described
+    described = grpcurl(server, "describe", "kvledger.v1.GenerationService.Generate")
+    assert described.startswith("kvledger.v1.GenerationService.Generate is a method:")
 
 
 def test_it_generates(server: ServerProcess) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cache
 from pathlib import Path
 
@@ -34,9 +35,18 @@ class Files:
     def client_ca(self) -> Path:
         return self.folder / "clients.crt"
 
-    def write(self, signed_by: str, *, clients: str | None = None) -> Files:
+    def write(
+        self,
+        signed_by: str,
+        *,
+        clients: str | None = None,
+        begins: datetime | None = None,
+        ends: datetime | None = None,
+    ) -> Files:
         """A new certificate for this machine, and whom it trusts."""
-        leaf = authority(signed_by).issue_cert("localhost", "127.0.0.1")
+        leaf = authority(signed_by).issue_cert(
+            "localhost", "127.0.0.1", not_before=begins, not_after=ends
+        )
         self.cert.write_bytes(b"".join(blob.bytes() for blob in leaf.cert_chain_pems))
         self.key.write_bytes(leaf.private_key_pem.bytes())
         if clients is not None:

@@ -26,6 +26,7 @@ from stepping import served, settings
 from tiny_model import write_gguf
 
 from kvledger.engine import EndReason, Engine
+from kvledger.rpc.connections import KEEPALIVE, Keepalive
 from kvledger.rpc.generation import RECEIPT_METADATA
 from kvledger.served_model import ServedModel
 from kvledger.server import Server
@@ -33,7 +34,10 @@ from kvledger.v1 import generation_pb2 as pb
 from kvledger.v1 import generation_pb2_grpc, models_pb2_grpc
 
 CONTEXT_TOKENS = 256  # as in engine_harness.make_core
-_LOGGING_MODULES = ("admission", "engine", "server", "rpc.errors", "rpc.listener")
+_LOGGING_MODULES = (
+    *("admission", "engine", "server"),
+    *("rpc.calls", "rpc.errors", "rpc.front", "rpc.listener"),
+)
 _DETAILS = (
     error_details_pb2.BadRequest,
     error_details_pb2.ErrorInfo,
@@ -166,7 +170,14 @@ class Refusal:
 class ServerHarness:
     """One running server, a channel to it, and a look behind the scenes."""
 
-    def __init__(self, *arguments: str, **core_changes: Any) -> None:
+    def __init__(
+        self,
+        *arguments: str,
+        operators: str | None = "none",
+        keepalive: Keepalive = KEEPALIVE,
+        **core_changes: Any,
+    ) -> None:
+        self.keepalive = keepalive
         self.core = RecordingCore(make_core(**core_changes))
         self.scripted = ScriptedModel()
         context = core_changes.get("context_tokens", CONTEXT_TOKENS)
@@ -182,7 +193,9 @@ class ServerHarness:
         self.ends: list[tuple[int, EndReason, int]] = []  # sequence, reason, plans made until then
         sequences_max = str(core_changes.get("sequences_max", 8))
         self.settings = settings(
-            *("--listen", "127.0.0.1:0", "--max-sequences", sequences_max), *arguments
+            *("--listen", "127.0.0.1:0", "--max-sequences", sequences_max),
+            *(() if operators is None else ("--operators-listen", operators)),
+            *arguments,
         )
         self.server: Server
         self.channel: grpc.aio.Channel
@@ -289,13 +302,13 @@ async def refusal_of(call: Any) -> Refusal:
 async def serving(
     *arguments: str, credentials: grpc.ChannelCredentials | None = None, **core_changes: Any
 ) -> AsyncIterator[ServerHarness]:
-    """A running server; `core_changes` are for engine_harness.make_core.
+    """A running server; `core_changes` are for engine_harness.make_core, or for the harness.
 
     `credentials` are those of the harness's own channel, for a server with TLS.
     """
     harness = ServerHarness(*arguments, **core_changes)
     with _spied(harness), _process_settings_kept():
-        harness.server = Server(harness.settings, harness.model)
+        harness.server = Server(harness.settings, harness.model, harness.keepalive)
         ready = asyncio.Event()
         harness.exit = asyncio.create_task(harness.server.run(ready.set))
         starting = asyncio.create_task(ready.wait())

@@ -13,7 +13,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 
-from kvledger.certificates import CertificateFiles, CertificateRefused
+from kvledger.certificates import CertificateFiles, CertificateRefused, Validity
 from kvledger.errors import SettingRefused
 
 
@@ -234,3 +234,37 @@ def test_a_link_that_leads_elsewhere_is_a_change(files: Files, tmp_path: Path) -
     fresh.replace(link)
     assert found.refresh()
     assert found.current.chain == (other / "tls.crt").read_bytes()
+
+
+NOW = datetime(2030, 6, 15, tzinfo=timezone.utc)
+
+
+@pytest.mark.parametrize(
+    ("begun", "left", "kind"),
+    [
+        (timedelta(days=300), timedelta(days=30), None),
+        (timedelta(days=300), timedelta(days=13), "expires_soon"),
+        (timedelta(days=300), timedelta(0), "expired"),
+        (timedelta(days=300), timedelta(days=-1), "expired"),
+        (timedelta(days=-1), timedelta(days=300), "not_yet_valid"),
+        (timedelta(hours=12), timedelta(hours=12), None),
+        (timedelta(hours=20), timedelta(hours=4), "expires_soon"),
+    ],
+)
+def test_the_end_of_a_certificate_is_foreseen(
+    begun: timedelta, left: timedelta, kind: str | None
+) -> None:
+    """Clients would be turned away one day; or those of a day be called ending all their life."""
+    assert Validity(NOW - begun, NOW + left).why_not_well(NOW) == kind
+
+
+def test_validity_is_that_of_the_whole_chain(files: Files) -> None:
+    """An intermediate certificate that ends first would end the server's without a warning."""
+    ends = datetime(2031, 1, 2, 3, 4, 5, tzinfo=timezone.utc)
+    files.write("ours", ends=ends)
+    assert opened(files).current.validity.ends == ends
+    own = files.cert.read_bytes()
+    earlier = ends - timedelta(days=100)
+    files.write("ours", ends=earlier)
+    files.cert.write_bytes(files.cert.read_bytes() + own)
+    assert opened(files).current.validity.ends == earlier

@@ -6,6 +6,7 @@ import hashlib
 import os
 import socket
 from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
@@ -149,6 +150,40 @@ def test_certificates_are_looked_at(tiny: Path, tmp_path: Path, capsys: Captured
     report = examine(capsys, "--model", str(tiny), *files.options)
     assert bad(report) == ["tls"]
     assert f"--tls-key {files.key}" in report.findings["tls"][1]
+
+
+def test_the_end_of_a_certificate_is_told(tiny: Path, tmp_path: Path, capsys: Captured) -> None:
+    """Clients would be turned away one day, and nobody have been told."""
+    now = datetime.now(timezone.utc)
+    began = now - timedelta(days=90)
+    model = ("--model", str(tiny))
+    for ends, good, words in (
+        (now - timedelta(days=1), False, "expired on"),
+        (now + timedelta(days=3), True, "expires soon, on"),
+        (now + timedelta(days=60), True, "expires on"),
+    ):
+        files = Files(tmp_path).write("ours", begins=began, ends=ends)
+        report = examine(capsys, *model, *files.options)
+        assert bad(report) == ([] if good else ["tls"])
+        assert words in report.findings["tls"][1]
+        assert f"{ends:%Y-%m-%d %H:%M} UTC" in report.findings["tls"][1]
+    files = Files(tmp_path).write("ours", begins=now + timedelta(days=1))
+    report = examine(capsys, *model, *files.options)
+    assert bad(report) == ["tls"]
+    assert "is not valid before" in report.findings["tls"][1]
+
+
+def test_every_address_is_looked_at(tiny: Path, capsys: Captured) -> None:
+    """The server would say so only after it has loaded the model."""
+    for option in ("--operators-listen", "--metrics-listen"):
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            address = f"127.0.0.1:{taken.getsockname()[1]}"
+            report = examine(capsys, "--model", str(tiny), option, address)
+        assert bad(report) == ["port"]
+        assert option in report.mends[0]
+        report = examine(capsys, "--model", str(tiny), option, address)
+        assert bad(report) == []
+        assert f"{address} are free" in report.findings["port"][1]
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool
 from google.protobuf.descriptor import ServiceDescriptor
+from grpc_channelz.v1 import channelz_pb2
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
-from kvledger.rpc.doors import check_every_method_has_a_row
+from kvledger.rpc.doors import Port, check_every_method_has_a_row
 from kvledger.v1 import generation_pb2, models_pb2
 
 SERVED = [
@@ -17,6 +18,7 @@ SERVED = [
     health_pb2.DESCRIPTOR.services_by_name["Health"],
     reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"],
 ]
+CHANNELZ = channelz_pb2.DESCRIPTOR.services_by_name["Channelz"]
 
 
 def service(package: str, name: str, *methods: str) -> ServiceDescriptor:
@@ -34,7 +36,7 @@ def service(package: str, name: str, *methods: str) -> ServiceDescriptor:
 
 def test_every_method_that_is_served_has_a_row() -> None:
     """The server would not start."""
-    check_every_method_has_a_row(SERVED)
+    check_every_method_has_a_row([*SERVED, CHANNELZ])
 
 
 def test_every_service_of_the_contract_is_served() -> None:
@@ -68,3 +70,15 @@ def test_one_missing_row_among_many_is_found() -> None:
     last = service("kvledger.v1", "ModelService", "ListModels", "GetModel", "Forget")
     with pytest.raises(LookupError, match="Forget"):
         check_every_method_has_a_row([*SERVED, last])
+
+
+def test_each_listener_has_only_its_own() -> None:
+    """Clients could read what is for operators, because somebody put it on the wrong listener."""
+    generation, models, health, reflection = SERVED
+    check_every_method_has_a_row(SERVED, Port.CLIENTS)
+    check_every_method_has_a_row([health, reflection, CHANNELZ], Port.OPERATORS)
+    with pytest.raises(LookupError, match=r"/grpc\.channelz\..* belongs to .* OPERATORS"):
+        check_every_method_has_a_row([*SERVED, CHANNELZ], Port.CLIENTS)
+    for service_ in (generation, models):
+        with pytest.raises(LookupError, match=f"/{service_.full_name}/.* belongs to .* CLIENTS"):
+            check_every_method_has_a_row([health, service_], Port.OPERATORS)

@@ -169,6 +169,10 @@ def test_a_file_may_not_name_another_file(tmp_path: Path) -> None:
         ("heartbeat_timeout = nan", "--heartbeat-timeout: input should be less than"),
         ("drain_timeout = inf", "--drain-timeout: input should be less than"),
         ("kv_bytes = -4", "--kv-bytes: could not parse"),
+        ("token_budget = true", "--token-budget: it is no flag"),
+        ("kv-bytes = false", "--kv-bytes: it is no flag"),
+        ("tpot_target = true", "--tpot-target: it is no flag"),
+        ("listen = true", "--listen: it is no flag"),
     ],
 )
 def test_a_wrong_file_is_refused_with_the_place(tmp_path: Path, text: str, reason: str) -> None:
@@ -251,6 +255,23 @@ def test_a_unix_socket_can_be_listened_on() -> None:
         (["--tls-client-ca=a"], "--tls-client-ca needs --tls-cert and --tls-key"),
         (["--tls-client-ca=a", "--tls-key=k"], "--tls-key needs --tls-cert"),
         (["--tls-cert=c", "--tls-key=k", "--listen=unix:/s"], "--tls-cert is for --listen host:"),
+        (["--operators-client-ca=a"], "--operators-client-ca needs --operators-listen host:port"),
+        (
+            [
+                "--operators-client-ca=a",
+                "--tls-cert=c",
+                "--tls-key=k",
+                "--operators-listen=unix:/o",
+            ],
+            "--operators-client-ca needs --operators-listen host:port",
+        ),
+        (
+            [
+                *("--tls-client-ca=a", "--tls-cert=c", "--tls-key=k"),
+                *("--operators-listen=h:1", "--listen=unix:/s"),
+            ],
+            "--tls-client-ca is for --listen host:port",
+        ),
     ],
 )
 def test_half_of_tls_is_refused(arguments: list[str], reason: str) -> None:
@@ -278,6 +299,58 @@ def test_files_of_tls_come_with_their_settings() -> None:
 def test_reflection_follows_dev_unless_told(arguments: list[str], reflects: bool) -> None:
     """A server in production would describe itself to strangers, or never to its developers."""
     assert load_settings(arguments, {}).reflects is reflects
+
+
+def test_flags_of_a_file_are_flags(tmp_path: Path) -> None:
+    """The rule that refuses `token_budget = true` would refuse what is meant to be one."""
+    settings = load_settings(["--config", toml(tmp_path, "dev = true\nreflection = false")], {})
+    assert (settings.dev, settings.reflection) == (True, False)
+
+
+def test_each_listener_has_an_address_of_its_own() -> None:
+    """A start would fail late, after a model was loaded, or an address be taken for another."""
+    settings = load_settings(["--metrics-listen", "127.0.0.1:9"], {})
+    assert settings.addresses == {"--listen": "127.0.0.1:50051", "--metrics-listen": "127.0.0.1:9"}
+    settings = load_settings(["--operators-listen", "none"], {})
+    assert settings.addresses == {"--listen": "127.0.0.1:50051"}
+    for option in ("--operators-listen", "--metrics-listen"):
+        assert refusal(option, "127.0.0.1:50051").startswith(f"{option} 127.0.0.1:50051: --listen")
+        assert refusal(option, "nonsense").startswith(f"{option}: 'nonsense' is neither")
+        assert load_settings([option, "unix:/a", "--listen", "unix:/b"], {}).addresses[option]
+    both = [
+        "--listen=127.0.0.1:0",
+        "--operators-listen=127.0.0.1:0",
+        "--metrics-listen=127.0.0.1:0",
+    ]
+    assert len(load_settings(both, {}).addresses) == 3, "port 0 is another one each time"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ([], None),
+        (["--operators-listen=unix:/o", "--metrics-listen=unix:/m"], None),
+        (["--operators-listen=h:1"], "--operators-listen host:port needs --tls-cert"),
+        (["--operators-listen=h:1", "--tls-cert=c", "--tls-key=k"], "--operators-client-ca"),
+        (
+            [*("--operators-listen=h:1", "--tls-cert=c", "--tls-key=k"), "--operators-client-ca=a"],
+            None,
+        ),
+        (["--metrics-listen=h:1"], "--metrics-listen host:port is plain HTTP"),
+    ],
+)
+def test_doors_of_operators_are_closed_without_dev(
+    arguments: list[str], reason: str | None
+) -> None:
+    """Whoever reaches a port would be an operator."""
+    load_settings(["--dev", *arguments], {}).require_closed_doors()
+    settings = load_settings(arguments, {})
+    if reason is None:
+        settings.require_closed_doors()
+        return
+    with pytest.raises(SettingRefused) as refused:
+        settings.require_closed_doors()
+    assert reason in str(refused.value)
 
 
 def test_brackets_are_asked_for() -> None:

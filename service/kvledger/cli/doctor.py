@@ -91,19 +91,33 @@ def _model(settings: Settings) -> Finding:
 
 
 def _port(settings: Settings) -> Finding:
-    mend = "stop what listens there, or choose another --listen"
-    reason = why_not_free(settings.listen)
-    if reason is not None:
-        return Finding(False, "port", f"{settings.listen}: {reason}", mend)
-    return Finding(True, "port", f"{settings.listen} is free", mend)
+    for option, address in settings.addresses.items():
+        mend = f"stop what listens there, or choose another {option}"
+        if (reason := why_not_free(address)) is not None:
+            return Finding(False, "port", f"{address}: {reason}", mend)
+    several = list(settings.addresses.values())
+    verb = "is" if len(several) == 1 else "are"
+    return Finding(True, "port", f"{', '.join(several)} {verb} free")
 
 
 def _tls(settings: Settings) -> Finding:
-    certificates = settings.certificates()
-    if certificates is None:
+    clients, operators = settings.certificates(), settings.operators_certificates()
+    files = clients or operators
+    if files is None:
         return Finding(True, "tls", "not asked for")
-    asks = "asks clients for theirs" if certificates.current.client_ca else "asks clients for none"
-    return Finding(True, "tls", f"{settings.tls_cert} has its key; the server {asks}")
+    asks = "asks clients for theirs" if files.current.client_ca else "asks clients for none"
+    validity = files.current.validity
+    end = f"{validity.ends:%Y-%m-%d %H:%M} UTC"
+    renew = "renew it; a running server takes the new one without a restart"
+    kind = validity.why_not_well()
+    if kind == "expired":
+        return Finding(False, "tls", f"{settings.tls_cert} expired on {end}", renew)
+    if kind == "not_yet_valid":
+        begin = f"{validity.begins:%Y-%m-%d %H:%M} UTC"
+        mend = "look at this machine's clock, or take the one before"
+        return Finding(False, "tls", f"{settings.tls_cert} is not valid before {begin}", mend)
+    until = f"expires soon, on {end}: {renew}" if kind else f"expires on {end}"
+    return Finding(True, "tls", f"{settings.tls_cert} has its key and {until}; the server {asks}")
 
 
 def _self_test(settings: Settings) -> Finding:

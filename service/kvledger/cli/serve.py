@@ -17,11 +17,14 @@ def run(arguments: Sequence[str]) -> int:
     try:
         settings = load_settings(arguments)
         settings.require_identity()
+        settings.require_closed_doors()
         configure(settings.log_format, settings.log_level)
         # Told at once, not after a model has been loaded.
         settings.certificates()
-        if (reason := why_not_free(settings.listen)) is not None:
-            raise SettingRefused(f"--listen {settings.listen}: {reason}; choose another address")
+        settings.operators_certificates()
+        for option, address in settings.addresses.items():
+            if (reason := why_not_free(address)) is not None:
+                raise SettingRefused(f"{option} {address}: {reason}; choose another address")
         # Torch takes seconds to import; a wrong setting should not.
         from kvledger.served_model import load
         from kvledger.server import Server

@@ -1,12 +1,14 @@
-"""Who may call what: every RPC is a row of one table, and a method without a row stops the start.
+"""Who may call what, and where: every RPC is a row of one table.
 
-Until identity exists there is one caller, the tenant of `--dev`, who may do everything here.
+A method without a row, or on a listener that its row does not name, stops the start. Until identity
+exists there is one caller, the tenant of `--dev`, who may do everything here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from enum import Enum
+from dataclasses import dataclass
+from enum import Enum, Flag
 
 from google.protobuf.descriptor import ServiceDescriptor
 
@@ -15,27 +17,62 @@ class Role(Enum):
     """What a caller may be."""
 
     CLIENT = "client"
+    OPERATOR = "operator"
     # Needs no identity: probes and tools call it before they have one.
     ANYONE = "anyone"
 
 
+class Port(Flag):
+    """Which of the server's listeners."""
+
+    CLIENTS = 1
+    OPERATORS = 2
+    BOTH = CLIENTS | OPERATORS
+
+
+@dataclass(frozen=True)
+class Door:
+    """A row: what the caller of a method must be, and where it is served."""
+
+    role: Role
+    port: Port
+
+
+_CLIENT = Door(Role.CLIENT, Port.CLIENTS)
+_OPERATOR = Door(Role.OPERATOR, Port.OPERATORS)
+_ANYONE = Door(Role.ANYONE, Port.BOTH)
+
 _TABLE = {
-    "/kvledger.v1.GenerationService/Generate": Role.CLIENT,
-    "/kvledger.v1.ModelService/ListModels": Role.CLIENT,
-    "/kvledger.v1.ModelService/GetModel": Role.CLIENT,
-    "/kvledger.v1.ModelService/Tokenize": Role.CLIENT,
-    "/kvledger.v1.ModelService/Detokenize": Role.CLIENT,
-    "/grpc.health.v1.Health/Check": Role.ANYONE,
-    "/grpc.health.v1.Health/Watch": Role.ANYONE,
-    "/grpc.health.v1.Health/List": Role.ANYONE,
-    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": Role.ANYONE,
+    "/kvledger.v1.GenerationService/Generate": _CLIENT,
+    "/kvledger.v1.ModelService/ListModels": _CLIENT,
+    "/kvledger.v1.ModelService/GetModel": _CLIENT,
+    "/kvledger.v1.ModelService/Tokenize": _CLIENT,
+    "/kvledger.v1.ModelService/Detokenize": _CLIENT,
+    "/grpc.health.v1.Health/Check": _ANYONE,
+    "/grpc.health.v1.Health/Watch": _ANYONE,
+    "/grpc.health.v1.Health/List": _ANYONE,
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _ANYONE,
+    "/grpc.channelz.v1.Channelz/GetTopChannels": _OPERATOR,
+    "/grpc.channelz.v1.Channelz/GetServers": _OPERATOR,
+    "/grpc.channelz.v1.Channelz/GetServer": _OPERATOR,
+    "/grpc.channelz.v1.Channelz/GetServerSockets": _OPERATOR,
+    "/grpc.channelz.v1.Channelz/GetChannel": _OPERATOR,
+    "/grpc.channelz.v1.Channelz/GetSubchannel": _OPERATOR,
+    "/grpc.channelz.v1.Channelz/GetSocket": _OPERATOR,
 }
 
 
-def check_every_method_has_a_row(services: Iterable[ServiceDescriptor]) -> None:
-    """Raises LookupError for a method that the table does not name."""
+def check_every_method_has_a_row(
+    services: Iterable[ServiceDescriptor], port: Port | None = None
+) -> None:
+    """Raises LookupError for a method that the table does not name, or not for this port."""
     for service in services:
         for method in service.methods:
             path = f"/{service.full_name}/{method.name}"
-            if path not in _TABLE:
+            door = _TABLE.get(path)
+            if door is None:
                 raise LookupError(f"{path} has no row in the table of doors")
+            if port is not None and port not in door.port:
+                raise LookupError(
+                    f"{path} belongs to the listener of {door.port.name}, not of {port.name}"
+                )

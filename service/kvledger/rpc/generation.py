@@ -21,6 +21,7 @@ from kvledger.errors import (
 )
 from kvledger.limits import check_generate
 from kvledger.logprobs import TokenLogprobs
+from kvledger.rpc.calls import this_call
 from kvledger.rpc.errors import Metadata, abort
 from kvledger.rpc.prompts import PromptEncoder
 from kvledger.rpc.translation import (
@@ -90,6 +91,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 samples=len(samples),
                 prompt_logprobs=_prompt_logprobs(request),
             )
+            # While tokens are made for it, its mailbox says how long it may leave them.
+            this_call().at_work = lambda: not ticket.mailbox.is_over
             stream = _Stream(request, ticket, samples, self._model, self._engine, self._admission)
             async for response in stream.responses():
                 yield response

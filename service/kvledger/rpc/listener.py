@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import grpc
 import structlog
 
-from kvledger.address import socket_path, why_not_free
+from kvledger.address import SocketLock, for_the_owner_only, socket_path, why_not_free
 from kvledger.certificates import CertificateFiles, CertificateRefused, Certificates
 from kvledger.errors import SettingRefused
+from kvledger.rpc import connections
 
 _log = structlog.get_logger(__name__)
 
@@ -40,21 +40,41 @@ class Listener:
         address: str,
         make: Callable[[], grpc.aio.Server],
         certificates: CertificateFiles | None = None,
+        *,
+        option: str = "--listen",
+        on_certificate_kept: Callable[[], None] = lambda: None,
     ) -> None:
-        """`make` gives a server with all services and no port. SettingRefused if it is taken."""
+        """`make` gives a server with all services and no port. SettingRefused if it is taken.
+
+        `option` names the setting that the address comes from; `on_certificate_kept` is called
+        once for each change of the certificates' files that could not be used.
+        """
         self.address = address
+        self._option = option
+        self._on_certificate_kept = on_certificate_kept
         self._socket = socket_path(address)
         self._make = make
         self._certificates = certificates
         self._files_seen_at = 0.0
         self._broken: set[asyncio.Task[None]] = set()
         self._retired: set[grpc.aio.Server] = set()
-        self._server = self._bound()
+        self._channelz_ids: dict[grpc.aio.Server, int] = {}
+        self._lock = SocketLock.of(option, self._socket) if self._socket is not None else None
+        try:
+            self._server = self._bound()
+        except BaseException:
+            self._release()
+            raise
 
     @property
     def port(self) -> int:
         """The port that it serves on; 0 for a unix socket."""
         return 0 if self._socket else int(self.address.rpartition(":")[2])
+
+    @property
+    def connections_open(self) -> int:
+        """Connections that are open now."""
+        return sum(connections.open_count(server) for server in list(self._channelz_ids.values()))
 
     async def start(self) -> None:
         """Begins to serve."""
@@ -72,6 +92,7 @@ class Listener:
         """Refuses new calls and gives running ones `grace` seconds."""
         servers = (self._server, *self._retired)
         await asyncio.gather(*(server.stop(grace) for server in servers))
+        self._release()
 
     async def _still_serves(self) -> bool:
         try:
@@ -85,15 +106,17 @@ class Listener:
     def _bound(self) -> grpc.aio.Server:
         if self._socket is not None and (reason := why_not_free(self.address)) is not None:
             # gRPC would take the file away from a server that lives.
-            raise SettingRefused(f"--listen {self.address}: {reason}")
+            raise SettingRefused(f"{self._option} {self.address}: {reason}")
         server = self._make()
-        with self._for_the_owner_only(), contextlib.suppress(RuntimeError):
+        self._channelz_ids[server] = connections.newest_server()
+        mode = for_the_owner_only() if self._socket is not None else contextlib.nullcontext()
+        with mode, contextlib.suppress(RuntimeError):
             if port := self._add_port(server):
                 if self._socket is None:
                     self.address = f"{self.address.rpartition(':')[0]}:{port}"
                 return server
         raise SettingRefused(
-            f"--listen {self.address}: the address is in use or not this machine's"
+            f"{self._option} {self.address}: the address is in use or not this machine's"
             + (", or gRPC cannot use the certificate" if self._certificates else "")
         )
 
@@ -103,17 +126,10 @@ class Listener:
             return int(server.add_insecure_port(self.address))
         return int(server.add_secure_port(self.address, _credentials(self._certificates)))
 
-    @contextlib.contextmanager
-    def _for_the_owner_only(self) -> Iterator[None]:
-        """What is made meanwhile is a socket of mode 0600: no moment for others to connect."""
-        if self._socket is None:
-            yield
-            return
-        mask = os.umask(0o177)
-        try:
-            yield
-        finally:
-            os.umask(mask)
+    def _release(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
 
     def _look_at_files(self) -> None:
         """Takes over certificates that changed; says so, or why not, once per change."""
@@ -124,7 +140,9 @@ class Listener:
         try:
             if self._certificates.refresh():
                 _log.info("certificate_reloaded")
+                warn_of_validity(self._certificates)
         except CertificateRefused as refused:
+            self._on_certificate_kept()
             _log.warning("certificate_kept", kind=refused.kind, reason=str(refused))
 
     async def _replace(self) -> None:
@@ -136,6 +154,7 @@ class Listener:
         def forget(task: asyncio.Task[None]) -> None:
             self._broken.discard(task)
             self._retired.discard(broken)
+            self._channelz_ids.pop(broken, None)
 
         task.add_done_callback(forget)
         await self._take_port_again()
@@ -150,6 +169,18 @@ class Listener:
                     return
             await asyncio.sleep(_INTERVAL)
         self._server = self._bound()
+
+
+def warn_of_validity(files: CertificateFiles) -> None:
+    """Says in the log if the certificate in use has expired, or soon will, or is not valid yet."""
+    validity = files.current.validity
+    if (kind := validity.why_not_well()) is not None:
+        _log.warning(
+            "certificate_expiry",
+            kind=kind,
+            not_before=validity.begins.isoformat(),
+            not_after=validity.ends.isoformat(),
+        )
 
 
 def _credentials(files: CertificateFiles) -> grpc.ServerCredentials:

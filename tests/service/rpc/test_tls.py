@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import grpc
 import pytest
 from authorities import Files, authority, credentials, root
+from prometheus_client import CollectorRegistry
 from scripted_model import PATIENCE, expected
 from server_harness import Refusal, ServerHarness, connection, refusal_of, serving
 from test_listener import NOT_UTF8
@@ -153,3 +155,44 @@ async def test_wrong_files_are_refused_at_the_start(files: Files) -> None:
     with pytest.raises(SettingRefused, match="not the key of the certificate"):
         async with serving(*files.options):
             pass
+
+
+def sample(server: ServerHarness, name: str) -> float | None:
+    """What a metric says."""
+    registry: CollectorRegistry = server.server._metrics.registry
+    return registry.get_sample_value(f"kvledger_certificate_{name}")
+
+
+async def test_a_failed_renewal_is_counted_once_a_change(files: Files) -> None:
+    """Nobody would be woken before the old certificate expires."""
+    async with serving(*files.options, credentials=credentials("ours")) as server:
+        assert sample(server, "reload_failures_total") == 0
+        whole = files.cert.read_bytes()
+        for count, data in enumerate((b"", b"no certificate", whole[:100]), 1):
+            files.cert.write_bytes(data)
+            await server.until(lambda n=count: len(server.log.of("certificate_kept")) == n)
+            await asyncio.sleep(0.3)  # it looks again, more than once
+            assert sample(server, "reload_failures_total") == count
+            assert len(server.log.of("certificate_kept")) == count
+        files.write("ours")
+        await server.until(lambda: server.log.of("certificate_reloaded"))
+        assert sample(server, "reload_failures_total") == 3
+        assert await asked(server, credentials("ours")) == 1
+
+
+async def test_the_end_of_a_certificate_is_told(files: Files) -> None:
+    """An operator would learn from clients that a certificate has expired."""
+    now = datetime.now(timezone.utc).replace(microsecond=0)
+    files.write("ours", begins=now - timedelta(days=90), ends=now + timedelta(days=3))
+    async with serving(*files.options, credentials=credentials("ours")) as server:
+        (warned,) = server.log.of("certificate_expiry")
+        assert warned["kind"] == "expires_soon"
+        assert warned["not_after"] == (now + timedelta(days=3)).isoformat()
+        assert sample(server, "expiry_timestamp_seconds") == (now + timedelta(days=3)).timestamp()
+        files.write("ours", begins=now - timedelta(days=90), ends=now - timedelta(days=1))
+        await server.until(lambda: len(server.log.of("certificate_expiry")) == 2)
+        assert server.log.of("certificate_expiry")[1]["kind"] == "expired"
+        assert sample(server, "expiry_timestamp_seconds") == (now - timedelta(days=1)).timestamp()
+        files.write("ours")
+        await server.until(lambda: len(server.log.of("certificate_reloaded")) == 2)
+        assert len(server.log.of("certificate_expiry")) == 2

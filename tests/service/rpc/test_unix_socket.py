@@ -11,7 +11,7 @@ from pathlib import Path
 import grpc
 import pytest
 from scripted_model import PATIENCE
-from server_harness import connection, refusal_of, serving
+from server_harness import connection, refusal_of, serving, until
 from test_listener import NOT_UTF8, neighbours
 
 from kvledger.errors import SettingRefused
@@ -81,3 +81,33 @@ async def test_a_listener_that_broke_takes_its_socket_again(path: Path) -> None:
                 assert await list_models(b"", wait_for_ready=True, timeout=PATIENCE)
             assert mode(path) == 0o600
     assert mode(path) is None
+
+
+async def test_of_two_servers_that_start_at_once_one_serves(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both would find a file that nobody listens on; the later would take it from the earlier."""
+    monkeypatch.setattr("kvledger.rpc.listener.why_not_free", lambda address: None)
+    with socket.socket(socket.AF_UNIX) as killed:
+        killed.bind(str(path))
+
+    async def started(ready: asyncio.Event, done: asyncio.Event) -> str:
+        try:
+            async with serving("--listen", f"unix:{path}") as server:
+                ready.set()
+                await done.wait()
+                async with connection(server.address) as channel:
+                    await channel.unary_unary("/kvledger.v1.ModelService/ListModels")(b"")
+                return "served"
+        except SettingRefused as refused:
+            return str(refused)
+
+    ready, done = asyncio.Event(), asyncio.Event()
+    tasks = [asyncio.create_task(started(ready, done)) for _ in range(3)]
+    await asyncio.wait_for(ready.wait(), PATIENCE)
+    await until(lambda: sum(task.done() for task in tasks) == 2)
+    done.set()
+    results = sorted(await asyncio.gather(*tasks))
+    refused = f"--listen unix:{path}: another server listens there"
+    assert results == [refused, refused, "served"]
+    assert await asyncio.to_thread(lambda: list(path.parent.iterdir())) == []

@@ -1,0 +1,89 @@
+"""What operators can chart: the server's metrics, in a registry of their own.
+
+Names follow Prometheus' rules: base units, `_total` for counters, the prefix kvledger_. What the
+server already keeps is read when somebody asks (`watch`); what happens is counted as it happens. No
+metric has a label whose values a client chooses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    ProcessCollector,
+    disable_created_metrics,
+)
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+# A second series for each counter, about when it was made, that nobody charts.
+disable_created_metrics()  # type: ignore[no-untyped-call]
+
+# How a call can end: gRPC's statuses, each there from the start so that rates begin at zero.
+_STATUSES = (
+    *("OK", "CANCELLED", "UNKNOWN", "INVALID_ARGUMENT", "DEADLINE_EXCEEDED", "NOT_FOUND"),
+    *("PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "ABORTED", "UNIMPLEMENTED", "INTERNAL"),
+    *("UNAVAILABLE", "UNAUTHENTICATED"),
+)
+
+
+class Metrics:
+    """The metrics of one server, in a registry of their own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)  # process_*: memory, descriptors, time
+        self._requests = Counter(
+            "kvledger_requests",
+            "Calls of clients that ended, by the status that they ended with.",
+            ["status"],
+            registry=self.registry,
+        )
+        for status in _STATUSES:
+            self._requests.labels(status)
+        self._reload_failures = Counter(
+            "kvledger_certificate_reload_failures",
+            "Changes of the files of TLS that could not be used; the old set stayed.",
+            registry=self.registry,
+        )
+
+    def request_ended(self, status: str) -> None:
+        """Counts a call of a client."""
+        self._requests.labels(status).inc()
+
+    def certificate_kept(self) -> None:
+        """Counts files of TLS that changed and could not be used."""
+        self._reload_failures.inc()
+
+    def watch(self, name: str, meaning: str, value: Callable[[], float]) -> None:
+        """A gauge whose value is asked for at every scrape; from another thread."""
+        Gauge(name, meaning, registry=self.registry).set_function(value)
+
+    def watch_by(
+        self, name: str, meaning: str, label: str, values: Callable[[], Mapping[str, float]]
+    ) -> None:
+        """The same with one value for each value of a label, all of them of one moment."""
+        self.registry.register(_Watched(name, meaning, label, values))
+
+
+class _Watched(Collector):
+    """Values of one moment; separate gauges could be read across a step."""
+
+    def __init__(
+        self, name: str, meaning: str, label: str, values: Callable[[], Mapping[str, float]]
+    ) -> None:
+        self._name, self._meaning, self._label, self._values = name, meaning, label, values
+
+    def describe(self) -> Iterable[GaugeMetricFamily]:
+        """The metric without values, so that registering asks for none."""
+        return [GaugeMetricFamily(self._name, self._meaning, labels=[self._label])]
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        """The values now."""
+        family = GaugeMetricFamily(self._name, self._meaning, labels=[self._label])
+        for label, value in self._values().items():
+            family.add_metric([label], value)
+        return [family]

@@ -1,0 +1,97 @@
+"""A listener's gRPC server: its services, each with the rows of the doors that it must have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from google.protobuf.descriptor import ServiceDescriptor
+from grpc_channelz.v1 import channelz_pb2
+from grpc_channelz.v1.channelz import add_channelz_servicer
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
+
+from kvledger.rpc import connections
+from kvledger.rpc.calls import Calls
+from kvledger.rpc.doors import Port, check_every_method_has_a_row
+from kvledger.rpc.generation import GenerationServicer
+from kvledger.rpc.health import HealthServicer
+from kvledger.rpc.models import ModelServicer
+from kvledger.rpc.reflection import add_reflection
+from kvledger.rpc.undecodable import UndecodableRefused
+from kvledger.v1 import generation_pb2, generation_pb2_grpc, models_pb2, models_pb2_grpc
+
+_REFLECTION = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"]
+
+
+@dataclass(frozen=True)
+class Service:
+    """One service, and what puts it on a server."""
+
+    descriptor: ServiceDescriptor
+    add: Callable[[grpc.aio.Server], Any]
+
+
+def generation_service(servicer: GenerationServicer) -> Service:
+    """For clients: tokens."""
+    add = generation_pb2_grpc.add_GenerationServiceServicer_to_server
+    descriptor = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"]
+    return Service(descriptor, lambda server: add(servicer, server))  # type: ignore[no-untyped-call]
+
+
+def model_service(servicer: ModelServicer) -> Service:
+    """For clients: the model."""
+    add = models_pb2_grpc.add_ModelServiceServicer_to_server
+    descriptor = models_pb2.DESCRIPTOR.services_by_name["ModelService"]
+    return Service(descriptor, lambda server: add(servicer, server))  # type: ignore[no-untyped-call]
+
+
+def health_service(servicer: HealthServicer) -> Service:
+    """For probes, everywhere."""
+    add = health_pb2_grpc.add_HealthServicer_to_server
+    descriptor = health_pb2.DESCRIPTOR.services_by_name["Health"]
+    return Service(descriptor, lambda server: add(servicer, server))
+
+
+def channelz_service() -> Service:
+    """For operators: gRPC's own view of servers and connections."""
+    descriptor = channelz_pb2.DESCRIPTOR.services_by_name["Channelz"]
+    return Service(descriptor, add_channelz_servicer)
+
+
+def names(services: Sequence[Service], *, reflects: bool) -> list[str]:
+    """Full names of services; a probe must not hear that one is well which is not there."""
+    found = [service.descriptor.full_name for service in services]
+    return [*found, _REFLECTION.full_name] if reflects else found
+
+
+def maker(
+    port: Port,
+    services: Sequence[Service],
+    calls: Calls,
+    *,
+    reflects: bool,
+    connections_max: int,
+    keepalive: connections.Keepalive,
+) -> Callable[[], grpc.aio.Server]:
+    """What makes a server with these services and no port yet.
+
+    Raises LookupError if one of their methods has no row in the table of doors for this port.
+    """
+    described = [service.descriptor for service in services]
+    check_every_method_has_a_row([*described, *([_REFLECTION] if reflects else [])], port)
+
+    def make() -> grpc.aio.Server:
+        server = grpc.aio.server(
+            options=connections.options(connections_max, keepalive),
+            interceptors=(calls, UndecodableRefused()),
+        )
+        for service in services:
+            service.add(server)
+        if reflects:
+            add_reflection(names(services, reflects=True), server)
+        return server
+
+    return make
