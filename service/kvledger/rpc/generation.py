@@ -21,6 +21,7 @@ from kvledger.errors import (
 )
 from kvledger.limits import check_generate
 from kvledger.logprobs import TokenLogprobs
+from kvledger.rpc.answers import AnswerOutput, answer_output, fill_delta, fill_sample
 from kvledger.rpc.errors import Metadata, abort
 from kvledger.rpc.prompts import PromptEncoder
 from kvledger.rpc.translation import (
@@ -31,7 +32,7 @@ from kvledger.rpc.translation import (
 )
 from kvledger.served_model import ServedModel
 from kvledger.streams import Mail, Receipt
-from kvledger.tokenizer import OutputText
+from kvledger.tokenizer import OutputText, Piece
 from kvledger.v1 import generation_pb2, generation_pb2_grpc
 
 # Trailing metadata that carries the receipt of a request that failed.
@@ -74,8 +75,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 raise ModelUnknown
             tokenizer = self._model.tokenizer
             stop_ids = frozenset(request.stop.token_ids)
-            output = OutputText(tokenizer, list(request.stop.sequences), stop_ids)
+            text = OutputText(tokenizer, list(request.stop.sequences), stop_ids)
             prompt = await self._prompts.encode(request)
+            output = answer_output(request, text, prompt, tokenizer)
             ticket = self._admission.enter(
                 caller=DEV_CALLER,
                 prompt=prompt,
@@ -105,7 +107,7 @@ class _Stream:
         self,
         request: generation_pb2.GenerateRequest,
         ticket: Ticket,
-        output: OutputText,
+        output: AnswerOutput,
         model: ServedModel,
         engine: Engine,
         admission: Admission,
@@ -120,8 +122,8 @@ class _Stream:
         if request.HasField("queue_timeout"):
             self._queue_timeout = request.queue_timeout.ToTimedelta().total_seconds()
         self._output = output
-        self._texts: list[str] = []
-        self._token_ids: list[int] = []
+        self._calls_tools = False
+        self._pieces: list[Piece] = []  # of the whole answer, where it comes at the end
         # Of tokens that have come and not left, in order; none where the request did not ask.
         self._logprobs: deque[TokenLogprobs] = deque()
         self._ended = False  # the last mail has come
@@ -196,25 +198,24 @@ class _Stream:
         was_stopped = self._output.stopped
         self._logprobs.extend(mail.logprobs)
         piece = self._output.feed(mail.tokens)
-        text, token_ids = piece.text, piece.token_ids
         if mail.is_last and not was_stopped:
-            rest = self._output.finish()
-            text, token_ids = text + rest.text, token_ids + rest.token_ids
+            piece = Piece.joined([piece, self._output.finish()])
         if self._output.stopped and not was_stopped and not mail.is_last:
             # What the core computes beyond the stop is thrown away.
             self._engine.end(self._ticket.sequence, EndReason.STOP)
+        self._calls_tools = self._calls_tools or bool(piece.tool_calls)
         if self._final_only:
-            self._texts.append(text)
-            self._token_ids.extend(token_ids)
+            self._pieces.append(piece)
             return []
-        if not text and not token_ids:
+        if not any(piece):
             return []
-        delta = generation_pb2.Delta(text=text, tokens=len(token_ids))
+        delta = generation_pb2.Delta(tokens=len(piece.token_ids))
+        fill_delta(delta, piece)
         if self._wants_ids:
-            delta.token_ids.extend(token_ids)
+            delta.token_ids.extend(piece.token_ids)
         if self._logprobs:
             # Tokens leave in the order in which they came.
-            leaving = (self._logprobs.popleft() for _ in token_ids)
+            leaving = (self._logprobs.popleft() for _ in piece.token_ids)
             delta.logprobs.extend(logprobs_message(each) for each in leaving)
         return [generation_pb2.GenerateResponse(delta=delta)]
 
@@ -239,10 +240,13 @@ class _Stream:
         if reason not in _FINISH_REASONS:
             raise RequestFailed(self._ticket.request_id)
         sample = generation_pb2.Sample(finish_reason=_FINISH_REASONS[reason])
+        if reason == EndReason.STOP and self._calls_tools:
+            sample.finish_reason = generation_pb2.FINISH_REASON_TOOL_CALLS
         if self._final_only:
-            sample.text = "".join(self._texts)
+            answer = Piece.joined(self._pieces)
+            fill_sample(sample, answer)
             if self._wants_ids:
-                sample.token_ids.extend(self._token_ids)
+                sample.token_ids.extend(answer.token_ids)
         return generation_pb2.GenerateResponse(
             finished=generation_pb2.Finished(
                 samples=[sample],
