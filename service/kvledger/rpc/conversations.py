@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from kvledger.errors import FieldViolation, InvalidRequest
@@ -100,16 +100,15 @@ def _finite(numeral: str) -> float:
 
 def _fits(value: Any) -> bool:
     """Whether a value has at most the allowed levels of arrays and objects inside one another."""
-    level = [value]
-    for _ in range(JSON_DEPTH_MAX + 1):
-        level = [part for parent in level for part in _parts(parent)]
-        if not level:
-            return True
-    return False
+    level = _containers([value])
+    for _ in range(JSON_DEPTH_MAX):
+        level = _containers(
+            part
+            for parent in level
+            for part in (parent.values() if isinstance(parent, dict) else parent)
+        )
+    return not level
 
 
-def _parts(value: Any) -> Iterator[Any]:
-    if isinstance(value, dict):
-        yield from value.values()
-    elif isinstance(value, list):
-        yield from value
+def _containers(values: Iterable[Any]) -> list[Any]:
+    return [value for value in values if isinstance(value, (dict, list))]
