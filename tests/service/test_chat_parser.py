@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -333,6 +334,43 @@ def test_time_grows_with_the_length_alone(syntax: ChatSyntax, unit: str) -> None
         return best
 
     assert seconds(16_000) < 20 * seconds(2_000) + 0.05
+
+
+JSON_VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(
+    arguments=st.dictionaries(st.text(), JSON_VALUES, max_size=4),
+    others=st.dictionaries(st.text(min_size=1), JSON_VALUES, max_size=3),
+    indent=st.none() | st.integers(0, 3),
+    ascii_only=st.booleans(),
+)
+def test_arguments_are_what_the_model_wrote(
+    arguments: dict[str, Any], others: dict[str, Any], indent: int | None, ascii_only: bool
+) -> None:
+    """A tool would be called with other numbers or texts than the model chose."""
+    call = {**others, "name": "add", "arguments": arguments}
+    text = json.dumps(call, indent=indent, ensure_ascii=ascii_only)
+    ((name, written),) = told(run(TAGGED, [f"<tool_call>{text}</tool_call>"]))[2]
+    assert name == "add"
+    assert json.loads(written) == arguments
+    assert written in text
+
+
+@given(text=st.text(alphabet='{}[]",:1ae\\ n', max_size=30))
+def test_what_is_no_json_is_no_call(text: str) -> None:
+    """Arguments that no JSON reader takes would reach a gateway."""
+    answer = f'<tool_call>{{"name": "add", "arguments": {text}}}'
+    for _, arguments in told(run(TAGGED, [answer]))[2]:
+        assert isinstance(json.loads(arguments), dict)
 
 
 # --- However it is cut ----------------------------------------------------------------------

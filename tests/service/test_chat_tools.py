@@ -14,7 +14,7 @@ from tool_templates import CONTROL_TOKENS, QWEN, TEMPLATES
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from kvledger.errors import InvalidRequest
-from kvledger.tokenizer import ChatMessage, ChatTemplate, RenderedPart, Tool, ToolCall
+from kvledger.tokenizer import ChatMessage, ChatTemplate, RenderedPart, Tokenizer, Tool, ToolCall
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -328,3 +328,11 @@ def test_arguments_are_text_only_where_they_must_be() -> None:
     assert '"arguments": {"a": "b"}' in text_of(TEMPLATE["qwen"].render(messages))
     assert '```json\n{"a": "b"}\n```' in text_of(TEMPLATE["text_arguments"].render(messages))
     assert TEMPLATES["qwen"] == QWEN
+
+
+def test_the_shipped_model_takes_no_tools(tokenizer: Tokenizer) -> None:
+    """Tools would be dropped: its template never reads them; results are turns like others."""
+    with pytest.raises(InvalidRequest, match=r"chat.tools: "):
+        tokenizer.encode_chat([ChatMessage("user", "a")], [Tool("a", "", {})])
+    ids = tokenizer.encode_chat([ChatMessage("tool", "7", tool_call_id="a")])
+    assert "<|im_start|>tool\n7<|im_end|>" in tokenizer.decode(ids, with_control_tokens=True)
