@@ -21,6 +21,8 @@ MESSAGE_BYTES_MAX = 4 * 1024 * 1024
 METADATA_BYTES_MAX = 16 * 1024
 # Arrays and objects inside one another, in what is JSON text. Templates may put them into others.
 JSON_DEPTH_MAX = 24
+# Elements and members in all JSON of a chat: each takes as much work as many characters.
+JSON_VALUES_MAX = 32 * 1024
 # Names of tools, ids of calls, and names of a template's variables. What they are made of can be
 # told from a control token by what a template puts around it.
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")

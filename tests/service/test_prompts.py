@@ -169,6 +169,7 @@ CANARY = "what-only-the-client-may-read"
         ("NaN", "holds a number that is too large, or is none"),
         ("1e999", "holds a number that is too large, or is none"),
         ("9" * 5000, "holds a number that is too large, or is none"),
+        (f"[{'1,' * 40_000}1]", "holds more values than the 32768 of all JSON in a chat"),
         ("[" * 25 + "]" * 25, "nests values deeper than 24 levels"),
         ('{"a":' * 25 + "1" + "}" * 25, "nests values deeper than 24 levels"),
         ("[" * 200_000, "nests values deeper than 24 levels"),
@@ -193,6 +194,16 @@ async def test_json_of_the_deepest_level_is_taken(encoder: PromptEncoder) -> Non
     """The documented limit would be refused."""
     await encoder.encode(with_tools(variable="[" * 24 + "]" * 24))
     await encoder.encode(with_tools(arguments='{"a":' * 24 + "1" + "}" * 24))
+
+
+async def test_values_of_all_json_are_counted(encoder: PromptEncoder) -> None:
+    """A mebibyte of empty lists would keep the thread that everybody's prompts need."""
+    half = "[" + ",".join(["[]"] * 16_384) + "]"
+    request = with_tools(arguments=f'{{"a": {half}}}')
+    await encoder.encode(request)
+    request.chat.template_arguments["b"] = half
+    with pytest.raises(InvalidRequest, match="holds more values than"):
+        await encoder.encode(request)
 
 
 async def test_long_work_leaves_the_event_loop_alone(

@@ -8,6 +8,7 @@ beginning of a mark, the blanks before it, and one call.
 from __future__ import annotations
 
 import enum
+import re
 from collections.abc import Collection
 from typing import NamedTuple
 
@@ -91,12 +92,22 @@ class ChatParser:
         self._calls_read = 0
         self._place = _Place.START
         self._marks: tuple[str, ...] = ()
+        self._plain = re.compile("(?!)")  # what is surely no part of a mark
         self._move(_Place.REASONING if reasons and syntax.reasoning else _Place.START)
 
     def feed(self, text: str) -> list[Segment]:
         """Takes the next text; returns what is known now."""
-        for character in text:
-            self._item(character)
+        place = 0
+        while place < len(text):
+            if self._reading is None and not self._match:
+                # Most characters are neither blank nor the beginning of a mark.
+                plain = self._plain.match(text, place)
+                if plain is not None:
+                    self._pass_on(plain[0])
+                    place = plain.end()
+                    continue
+            self._item(text[place])
+            place += 1
         return self._taken()
 
     def mark(self, written: str) -> list[Segment]:
@@ -135,6 +146,8 @@ class ChatParser:
             if place == _Place.START and opens:
                 marks.append(opens)
         self._marks = tuple(mark for mark in marks if mark not in self._silent)
+        first = "".join(mark[0] for mark in self._marks)
+        self._plain = re.compile(f"[^ \\t\\r\\n{re.escape(first)}]+")
 
     def _call_marks(self, place: _Place) -> list[str]:
         if self._calls is None:
@@ -188,18 +201,18 @@ class ChatParser:
         if known:
             self._found(mark, "")
 
-    def _pass_on(self, character: str) -> None:
-        """A character that is part of no mark."""
-        if character in _BLANK:
+    def _pass_on(self, text: str) -> None:
+        """A blank, or a run of other characters, that is part of no mark."""
+        if text in _BLANK:
             if self._after_mark:
-                self._put(SegmentKind.MARKUP, character)
+                self._put(SegmentKind.MARKUP, text)
                 return
-            self._blanks += character
+            self._blanks += text
             if len(self._blanks) > BLANKS_MAX:
                 self._put(self._kind, self._blanks[0])
                 self._blanks = self._blanks[1:]
             return
-        self._put(self._kind, self._blanks + character)
+        self._put(self._kind, self._blanks + text)
         self._blanks = ""
         self._after_mark = False
         if self._place not in (_Place.REASONING, _Place.CONTENT):

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from kvledger.errors import FieldViolation, InvalidRequest
-from kvledger.limits import JSON_DEPTH_MAX
+from kvledger.limits import JSON_DEPTH_MAX, JSON_VALUES_MAX
 from kvledger.tokenizer import ChatMessage, Conversation, Role, Tool, ToolCall
 from kvledger.v1 import generation_pb2
 
@@ -21,22 +21,25 @@ _ROLES: dict[int, Role] = {
 
 
 def conversation_of(chat: generation_pb2.ChatPrompt) -> Conversation:
-    """The conversation of a ChatPrompt that is within the limits.
+    """The conversation of a ChatPrompt that is within the limits on its size.
 
-    Raises InvalidRequest where text that should be JSON is none.
+    Raises InvalidRequest where text that should be JSON is none, or holds too much.
     """
+    reader = _JsonReader()
     return Conversation(
-        messages=[_message(f"chat.messages[{i}]", each) for i, each in enumerate(chat.messages)],
-        tools=[_tool(f"chat.tools[{i}]", each) for i, each in enumerate(chat.tools)],
+        messages=[
+            _message(f"chat.messages[{i}]", each, reader) for i, each in enumerate(chat.messages)
+        ],
+        tools=[_tool(f"chat.tools[{i}]", each, reader) for i, each in enumerate(chat.tools)],
         # In an order of their own: a map of the contract has none.
         arguments={
-            name: _json("chat.template_arguments", chat.template_arguments[name])
+            name: reader.value("chat.template_arguments", chat.template_arguments[name])
             for name in sorted(chat.template_arguments)
         },
     )
 
 
-def _message(path: str, message: generation_pb2.ChatMessage) -> ChatMessage:
+def _message(path: str, message: generation_pb2.ChatMessage, reader: _JsonReader) -> ChatMessage:
     return ChatMessage(
         role=_ROLES[message.role],
         content=message.content,
@@ -45,7 +48,7 @@ def _message(path: str, message: generation_pb2.ChatMessage) -> ChatMessage:
             ToolCall(
                 call.id,
                 call.name,
-                _json_object(f"{path}.tool_calls[{place}].arguments", call.arguments),
+                reader.object(f"{path}.tool_calls[{place}].arguments", call.arguments),
             )
             for place, call in enumerate(message.tool_calls)
         ),
@@ -54,37 +57,56 @@ def _message(path: str, message: generation_pb2.ChatMessage) -> ChatMessage:
     )
 
 
-def _tool(path: str, tool: generation_pb2.Tool) -> Tool:
+def _tool(path: str, tool: generation_pb2.Tool, reader: _JsonReader) -> Tool:
     parameters: dict[str, Any] = {"type": "object", "properties": {}}
     if tool.parameters:
-        parameters = _json_object(f"{path}.parameters", tool.parameters)
+        parameters = reader.object(f"{path}.parameters", tool.parameters)
     return Tool(tool.name, tool.description, parameters)
 
 
-def _json_object(path: str, text: str) -> dict[str, Any]:
-    value = _json(path, text)
-    if not isinstance(value, dict):
-        raise InvalidRequest(FieldViolation(path, "is no JSON object"))
-    return value
+class _JsonReader:
+    """Parses the JSON texts of one request, within the limits of depth and of values."""
+
+    def __init__(self) -> None:
+        self._values_left = JSON_VALUES_MAX
+
+    def object(self, path: str, text: str) -> dict[str, Any]:
+        """The object that a field's text stands for. Raises InvalidRequest."""
+        value = self.value(path, text)
+        if not isinstance(value, dict):
+            raise InvalidRequest(FieldViolation(path, "is no JSON object"))
+        return value
+
+    def value(self, path: str, text: str) -> Any:
+        """The value that a field's text stands for. Raises InvalidRequest."""
+        try:
+            value = json.loads(text, parse_constant=_refuse, parse_float=_finite)
+            reason = self._reason_against(value)
+        except json.JSONDecodeError as error:
+            reason = f"is no JSON: character {error.pos} cannot stand there"
+        except ValueError:
+            reason = "holds a number that is too large, or is none"
+        except RecursionError:
+            reason = _TOO_DEEP
+        if reason is not None:
+            raise InvalidRequest(FieldViolation(path, reason))
+        return value
+
+    def _reason_against(self, value: Any) -> str | None:
+        level = _containers([value])
+        for _ in range(JSON_DEPTH_MAX):
+            self._values_left -= sum(map(len, level))
+            if self._values_left < 0:
+                return f"holds more values than the {JSON_VALUES_MAX} of all JSON in a chat"
+            level = _containers(
+                part
+                for parent in level
+                for part in (parent.values() if isinstance(parent, dict) else parent)
+            )
+        return _TOO_DEEP if level else None
 
 
-def _json(path: str, text: str) -> Any:
-    """The value that JSON text stands for, within the limit of depth."""
-    try:
-        value = json.loads(text, parse_constant=_refuse, parse_float=_finite)
-        depth_fits = _fits(value)
-    except json.JSONDecodeError as error:
-        reason = f"is no JSON: character {error.pos} cannot stand there"
-        raise InvalidRequest(FieldViolation(path, reason)) from None
-    except ValueError:
-        reason = "holds a number that is too large, or is none"
-        raise InvalidRequest(FieldViolation(path, reason)) from None
-    except RecursionError:
-        depth_fits = False
-    if not depth_fits:
-        reason = f"nests values deeper than {JSON_DEPTH_MAX} levels"
-        raise InvalidRequest(FieldViolation(path, reason))
-    return value
+_TOO_DEEP = f"nests values deeper than {JSON_DEPTH_MAX} levels"
 
 
 def _refuse(constant: str) -> NoReturn:
@@ -96,18 +118,6 @@ def _finite(numeral: str) -> float:
     if not math.isfinite(number):
         raise ValueError
     return number
-
-
-def _fits(value: Any) -> bool:
-    """Whether a value has at most the allowed levels of arrays and objects inside one another."""
-    level = _containers([value])
-    for _ in range(JSON_DEPTH_MAX):
-        level = _containers(
-            part
-            for parent in level
-            for part in (parent.values() if isinstance(parent, dict) else parent)
-        )
-    return not level
 
 
 def _containers(values: Iterable[Any]) -> list[Any]:

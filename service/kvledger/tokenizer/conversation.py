@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, TypeAlias, get_args
 
 Role = Literal["system", "user", "assistant", "tool"]
@@ -101,7 +102,7 @@ class Conversation:
         calls = sum(len(message.tool_calls) for message in self.messages)
         return len(self.messages) + calls + len(self.tools)
 
-    @property
+    @cached_property
     def json_characters(self) -> int:
         """Characters of all that is JSON: schemas, arguments of calls, variables."""
         calls = [call.arguments for message in self.messages for call in message.tool_calls]
