@@ -262,7 +262,10 @@ def test_names_and_ids_are_words(word: str) -> None:
 
 def test_a_template_without_tools_refuses_them() -> None:
     """Tools would be dropped without a word, and the caller wait for calls that cannot come."""
-    source = "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}{% endfor %}"
+    source = (
+        "{# tools and tool_calls #}{% set tools = none %}"
+        "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}{% endfor %}"
+    )
     template = ChatTemplate(source, control_tokens=CONTROL_TOKENS, bos_token=None, eos_token="</s>")
     assert not template.takes_tools
     assert not template.takes_tool_calls
