@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -18,6 +19,27 @@ from kvledger.v1 import generation_pb2, models_pb2
 MESSAGE_BYTES_MAX = 4 * 1024 * 1024
 # Largest metadata of a call, in bytes.
 METADATA_BYTES_MAX = 16 * 1024
+# Arrays and objects inside one another, in what is JSON text. Templates may put them into others.
+JSON_DEPTH_MAX = 24
+# Elements and members in all JSON of a chat: each takes as much work as many characters.
+JSON_VALUES_MAX = 32 * 1024
+# Names of tools, ids of calls, and names of a template's variables. What they are made of can be
+# told from a control token by what a template puts around it.
+_TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+_CALL_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+_ARGUMENT_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
+_NAMES = {
+    _TOOL_NAME: "it is 1 to 128 of letters, digits, _, - and .",
+    _CALL_ID: "it is 1 to 128 of letters, digits, _, -, . and :",
+    _ARGUMENT_NAME: "it is a letter and up to 63 of letters, digits and _",
+}
+# Variables and functions of templates that the server provides itself.
+_SERVERS_OWN_NAMES = frozenset(
+    {"messages", "tools", "xml_tools", "documents", "add_generation_prompt"}
+    | {"continue_final_message", "bos_token", "eos_token", "unk_token", "pad_token"}
+    | {"range", "dict", "namespace", "raise_exception", "strftime_now", "loop", "self", "caller"}
+    | {"varargs", "kwargs", "lipsum", "cycler", "joiner"}
+)
 # Violations that one refusal names; more would not fit into the metadata that carries it.
 _REPORTED_MAX = 16
 
@@ -37,7 +59,13 @@ _TABLE = (
     Limit("text", 1, 1024 * 1024, "bytes"),
     Limit("token_ids.ids", 1, 256 * 1024, "ids"),
     Limit("chat.messages", 1, 1024, "messages"),
+    # Reasoning, calls, ids and names included.
     Limit("chat.messages.content", 0, 1024 * 1024, "bytes in all messages"),
+    Limit("chat.messages.tool_calls", 0, 64, "calls"),
+    Limit("chat.tools", 0, 128, "tools"),
+    Limit("chat.tools.definitions", 0, 256 * 1024, "bytes in all tools"),
+    Limit("chat.template_arguments", 0, 32, "arguments"),
+    Limit("chat.template_arguments.values", 0, 16 * 1024, "bytes in all arguments"),
     Limit("sampling.temperature", 0.0, 100.0, ""),
     Limit("sampling.top_p", 0.0, 1.0, ""),
     Limit("sampling.top_k", 0, 2**31 - 1, ""),
@@ -126,6 +154,10 @@ def _generate_violations(
     yield from _output_violations(request.output)
     if request.HasField("samples"):
         yield from _counted("samples", "samples", request.samples)
+    if request.output.parse_chat and request.WhichOneof("prompt") != "chat":
+        yield FieldViolation(
+            "output.parse_chat", "is for answers to a chat; send the prompt as one"
+        )
     yield from _counted("priority", "priority", request.priority)
     if request.HasField("queue_timeout"):
         timeout = request.queue_timeout
@@ -155,13 +187,91 @@ def _chat_violations(chat: generation_pb2.ChatPrompt) -> Iterator[FieldViolation
             generation_pb2.ROLE_SYSTEM,
             generation_pb2.ROLE_USER,
             generation_pb2.ROLE_ASSISTANT,
+            generation_pb2.ROLE_TOOL,
         ):
             yield FieldViolation(
                 f"chat.messages[{index}].role",
-                f"{message.role} is not a role; set ROLE_SYSTEM, ROLE_USER or ROLE_ASSISTANT",
+                f"{message.role} is not a role; set ROLE_SYSTEM, ROLE_USER, ROLE_ASSISTANT or "
+                f"ROLE_TOOL",
             )
-    size = sum(len(message.content.encode()) for message in chat.messages)
+        else:
+            yield from _message_violations(f"chat.messages[{index}]", message)
+    size = sum(map(_message_bytes, chat.messages))
     yield from _counted("chat.messages.content", "chat.messages.content", size)
+    yield from _tools_violations(chat)
+    yield from _argument_violations(chat)
+
+
+def _message_bytes(message: generation_pb2.ChatMessage) -> int:
+    texts = [message.content, message.reasoning, message.tool_call_id, message.name]
+    for call in message.tool_calls:
+        texts += [call.id, call.name, call.arguments]
+    return sum(len(text.encode()) for text in texts)
+
+
+def _message_violations(path: str, message: generation_pb2.ChatMessage) -> Iterator[FieldViolation]:
+    """What a message of one role has that belongs to another, and names that are none."""
+    if message.role != generation_pb2.ROLE_ASSISTANT:
+        for name in ("reasoning", "tool_calls"):
+            if getattr(message, name):
+                yield FieldViolation(f"{path}.{name}", "is for ROLE_ASSISTANT alone")
+    if message.role == generation_pb2.ROLE_TOOL:
+        yield from _named(f"{path}.tool_call_id", message.tool_call_id, _CALL_ID)
+        if message.name:
+            yield from _named(f"{path}.name", message.name, _TOOL_NAME)
+    else:
+        for name in ("tool_call_id", "name"):
+            if getattr(message, name):
+                yield FieldViolation(f"{path}.{name}", "is for ROLE_TOOL alone")
+    count = list(
+        _counted(f"{path}.tool_calls", "chat.messages.tool_calls", len(message.tool_calls))
+    )
+    yield from count
+    for place, call in enumerate(() if count else message.tool_calls):
+        if call.id:
+            yield from _named(f"{path}.tool_calls[{place}].id", call.id, _CALL_ID)
+        yield from _named(f"{path}.tool_calls[{place}].name", call.name, _TOOL_NAME)
+
+
+def _tools_violations(chat: generation_pb2.ChatPrompt) -> Iterator[FieldViolation]:
+    count = list(_counted("chat.tools", "chat.tools", len(chat.tools)))
+    if count:
+        yield from count
+        return
+    texts = (text for tool in chat.tools for text in (tool.name, tool.description, tool.parameters))
+    size = sum(len(text.encode()) for text in texts)
+    yield from _counted("chat.tools", "chat.tools.definitions", size)
+    first_places: dict[str, int] = {}
+    for place, tool in enumerate(chat.tools):
+        yield from _named(f"chat.tools[{place}].name", tool.name, _TOOL_NAME)
+        first = first_places.setdefault(tool.name, place)
+        if first != place:
+            yield FieldViolation(
+                f"chat.tools[{place}].name", f"is that of chat.tools[{first}] as well"
+            )
+
+
+def _argument_violations(chat: generation_pb2.ChatPrompt) -> Iterator[FieldViolation]:
+    field = "chat.template_arguments"
+    arguments = chat.template_arguments
+    count = list(_counted(field, field, len(arguments)))
+    if count:
+        yield from count
+        return
+    size = sum(len(name.encode()) + len(text.encode()) for name, text in arguments.items())
+    yield from _counted(field, "chat.template_arguments.values", size)
+    for name in sorted(arguments):
+        if name in _SERVERS_OWN_NAMES:
+            yield FieldViolation(field, f"{name} is set by the server")
+        else:
+            yield from _named(field, name, _ARGUMENT_NAME)
+
+
+def _named(field: str, name: str, pattern: re.Pattern[str]) -> Iterator[FieldViolation]:
+    if pattern.fullmatch(name) is None:
+        yield FieldViolation(
+            field, f"has {len(name.encode())} bytes that are no name: {_NAMES[pattern]}"
+        )
 
 
 def _sampling_violations(sampling: generation_pb2.SamplingOptions) -> Iterator[FieldViolation]:

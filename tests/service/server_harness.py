@@ -30,6 +30,7 @@ from kvledger.rpc.connections import KEEPALIVE, Keepalive
 from kvledger.rpc.generation import RECEIPT_METADATA
 from kvledger.served_model import ServedModel
 from kvledger.server import Server
+from kvledger.tokenizer import Tokenizer
 from kvledger.v1 import generation_pb2 as pb
 from kvledger.v1 import generation_pb2_grpc, models_pb2_grpc
 
@@ -173,6 +174,7 @@ class ServerHarness:
     def __init__(
         self,
         *arguments: str,
+        tokenizer: Tokenizer | None = None,
         operators: str | None = "none",
         keepalive: Keepalive = KEEPALIVE,
         **core_changes: Any,
@@ -184,6 +186,7 @@ class ServerHarness:
         self.model: ServedModel = replace(
             tiny(),
             config=replace(tiny().config, context_tokens=context),
+            tokenizer=tiny().tokenizer if tokenizer is None else tokenizer,
             core=self.core,  # type: ignore[arg-type]
             llama=self.scripted,  # type: ignore[arg-type]
             tokens_max=self.core.sequence_tokens_max,
@@ -300,13 +303,17 @@ async def refusal_of(call: Any) -> Refusal:
 
 @asynccontextmanager
 async def serving(
-    *arguments: str, credentials: grpc.ChannelCredentials | None = None, **core_changes: Any
+    *arguments: str,
+    credentials: grpc.ChannelCredentials | None = None,
+    tokenizer: Tokenizer | None = None,
+    **core_changes: Any,
 ) -> AsyncIterator[ServerHarness]:
     """A running server; `core_changes` are for engine_harness.make_core, or for the harness.
 
-    `credentials` are those of the harness's own channel, for a server with TLS.
+    `tokenizer` takes the place of the tiny model's; it has as many ids. `credentials` are those of
+    the harness's own channel, for a server with TLS.
     """
-    harness = ServerHarness(*arguments, **core_changes)
+    harness = ServerHarness(*arguments, tokenizer=tokenizer, **core_changes)
     with _spied(harness), _process_settings_kept():
         harness.server = Server(harness.settings, harness.model, harness.keepalive)
         ready = asyncio.Event()

@@ -68,6 +68,26 @@ def ids(count: int) -> generation_pb2.GenerateRequest:
     return generate(token_ids=generation_pb2.TokenIds(ids=[1] * count))
 
 
+def offering(*tools: generation_pb2.Tool) -> generation_pb2.GenerateRequest:
+    prompt = chat("x")
+    prompt.tools.extend(tools)
+    return generate(chat=prompt)
+
+
+def arguing(arguments: dict[str, str]) -> generation_pb2.GenerateRequest:
+    prompt = chat("x")
+    prompt.template_arguments.update(arguments)
+    return generate(chat=prompt)
+
+
+def calling(count: int) -> generation_pb2.GenerateRequest:
+    call = generation_pb2.ToolCall(name="a", arguments="{}")
+    message = generation_pb2.ChatMessage(
+        role=generation_pb2.ROLE_ASSISTANT, tool_calls=[call] * count
+    )
+    return generate(chat=generation_pb2.ChatPrompt(messages=[message]))
+
+
 def waiting(seconds: float) -> generation_pb2.GenerateRequest:
     request = generate()
     request.queue_timeout.seconds = int(seconds)
@@ -87,6 +107,38 @@ ROWS: dict[str, tuple[Callable[[Any], Any], str, float | None, float | None]] = 
         "chat.messages.content",
         None,
         MIB + 1,
+    ),
+    "chat.messages.tool_calls": (calling, "chat.messages[0].tool_calls", None, 65),
+    "chat.tools": (
+        lambda n: offering(*(generation_pb2.Tool(name=f"t{i}") for i in range(n))),
+        "chat.tools",
+        None,
+        129,
+    ),
+    "chat.tools.definitions": (
+        lambda n: (
+            offering(
+                generation_pb2.Tool(name="a", description="d" * (n // 2)),
+                generation_pb2.Tool(name="b", parameters="p" * (n - n // 2 - 2)),
+            )
+            if n
+            else offering()
+        ),
+        "chat.tools",
+        None,
+        256 * 1024 + 1,
+    ),
+    "chat.template_arguments": (
+        lambda n: arguing({f"a{i}": "1" for i in range(n)}),
+        "chat.template_arguments",
+        None,
+        33,
+    ),
+    "chat.template_arguments.values": (
+        lambda n: arguing({"a": "1" * (n - 1)} if n else {}),
+        "chat.template_arguments",
+        None,
+        16 * 1024 + 1,
     ),
     "sampling.temperature": (
         lambda x: sampling(temperature=x),
@@ -275,14 +327,72 @@ def test_a_request_without_a_prompt_is_refused() -> None:
     assert violations(request) == {"prompt": "is not set; give text, token_ids or chat"}
 
 
-@pytest.mark.parametrize("role", [0, 4, 17, -1])
+@pytest.mark.parametrize("role", [0, 5, 17, -1])
 def test_roles_are_known(role: int) -> None:
     """A message without a role would be spoken by somebody."""
     request = generate(chat=chat("hello", role=role))
     assert violations(request) == {
         "chat.messages[0].role": f"{role} is not a role; "
-        "set ROLE_SYSTEM, ROLE_USER or ROLE_ASSISTANT"
+        "set ROLE_SYSTEM, ROLE_USER, ROLE_ASSISTANT or ROLE_TOOL"
     }
+
+
+SYSTEM, USER, ASSISTANT, TOOL = 1, 2, 3, 4
+
+
+@pytest.mark.parametrize(
+    ("fields", "violated"),
+    [
+        ({"role": USER, "reasoning": CANARY}, "reasoning"),
+        ({"role": TOOL, "tool_call_id": "a", "reasoning": CANARY}, "reasoning"),
+        ({"role": USER, "tool_calls": [generation_pb2.ToolCall(name="a")]}, "tool_calls"),
+        ({"role": ASSISTANT, "tool_call_id": CANARY}, "tool_call_id"),
+        ({"role": SYSTEM, "name": CANARY}, "name"),
+        ({"role": TOOL}, "tool_call_id"),
+        ({"role": TOOL, "tool_call_id": f"{CANARY} "}, "tool_call_id"),
+        ({"role": TOOL, "tool_call_id": "a" * 129}, "tool_call_id"),
+        ({"role": TOOL, "tool_call_id": "a", "name": f"<{CANARY}>"}, "name"),
+        ({"role": ASSISTANT, "tool_calls": [generation_pb2.ToolCall()]}, "tool_calls[0].name"),
+        (
+            {"role": ASSISTANT, "tool_calls": [generation_pb2.ToolCall(name="a", id="<")]},
+            "tool_calls[0].id",
+        ),
+        (
+            {"role": ASSISTANT, "tool_calls": [generation_pb2.ToolCall(name=f"{CANARY}\n")]},
+            "tool_calls[0].name",
+        ),
+    ],
+)
+def test_what_a_message_holds_fits_its_role(fields: dict[str, Any], violated: str) -> None:
+    """A call of the person, or a result of no call, would be dropped or written as nonsense; a
+    name with marks in it could become a control token."""
+    message = generation_pb2.ChatMessage(**fields)
+    found = violations(generate(chat=generation_pb2.ChatPrompt(messages=[message])))
+    assert set(found) == {f"chat.messages[0].{violated}"}
+    assert CANARY not in str(found)
+
+
+def test_tools_have_names_of_their_own() -> None:
+    """Which of two tools a call means would be a matter of luck."""
+    tools = [generation_pb2.Tool(name=name) for name in ("a", "b.c-1_D", "a", "", f"<{CANARY}>")]
+    found = violations(offering(*tools))
+    assert found["chat.tools[2].name"] == "is that of chat.tools[0] as well"
+    assert set(found) == {f"chat.tools[{place}].name" for place in (2, 3, 4)}
+    assert CANARY not in str(found)
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "bos_token", "range", "", "_a", "a b", "1a"])
+def test_variables_of_the_server_are_not_set(name: str) -> None:
+    """A client would put its own messages, or control tokens, before the server's."""
+    assert set(violations(arguing({"fine": "1", name: "1"}))) == {"chat.template_arguments"}
+
+
+@pytest.mark.parametrize("prompt", [{"text": "x"}, {"token_ids": {"ids": [1]}}])
+def test_only_answers_to_a_chat_are_told_apart(prompt: dict[str, Any]) -> None:
+    """A caller would wait for calls that no template has asked the model for."""
+    fields: dict[str, Any] = {"output": generation_pb2.OutputOptions(parse_chat=True)}
+    check_generate(generate(chat=chat("x"), **fields), VOCABULARY)
+    assert set(violations(generate(**prompt, **fields))) == {"output.parse_chat"}
 
 
 def test_ids_lie_in_the_vocabulary() -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +14,7 @@ from scripted_model import PATIENCE
 
 from kvledger.errors import FieldViolation, InvalidRequest, QueueFull
 from kvledger.rpc.prompts import PromptEncoder
-from kvledger.tokenizer import ChatMessage
+from kvledger.tokenizer import ChatMessage, Tool, ToolCall
 from kvledger.v1 import generation_pb2, models_pb2
 
 LONG = "x" * 5000
@@ -25,6 +26,7 @@ class FakeTokenizer:
     def __init__(self) -> None:
         self.threads: list[threading.Thread] = []
         self.chats: list[Sequence[ChatMessage]] = []
+        self.others: tuple[Sequence[Tool], Mapping[str, Any]] = ((), {})
         self.entered = threading.Event()
         self.leave = threading.Event()
         self.leave.set()
@@ -36,7 +38,10 @@ class FakeTokenizer:
             assert self.leave.wait(PATIENCE)
         return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32)
 
-    def encode_chat(self, messages: Sequence[ChatMessage]) -> npt.NDArray[np.int32]:
+    def encode_chat(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Tool], arguments: Mapping[str, Any]
+    ) -> npt.NDArray[np.int32]:
+        self.others = (tools, arguments)
         self.chats.append(messages)
         if any(message.content == "refused" for message in messages):
             raise InvalidRequest(FieldViolation("chat", "is refused"))
@@ -107,6 +112,98 @@ async def test_chats_keep_their_order_and_roles(
         ChatMessage("user", "two"),
         ChatMessage("assistant", "three"),
     ]
+
+
+def with_tools(**texts: str) -> generation_pb2.GenerateRequest:
+    """A chat with a tool, a call, a result and a variable; `texts` replaces some of their JSON."""
+    request = chat("one", "two")
+    parameters = texts.get("parameters", '{"type": "object", "properties": {"a": {}}}')
+    request.chat.tools.add(name="f", description="does f", parameters=parameters)
+    request.chat.tools.add(name="g")
+    request.chat.messages.add(role=generation_pb2.ROLE_ASSISTANT, reasoning="hm").tool_calls.add(
+        id="1", name="f", arguments=texts.get("arguments", '{"a": [1, "é", null]}')
+    )
+    request.chat.messages.add(
+        role=generation_pb2.ROLE_TOOL, content="ok", tool_call_id="1", name="f"
+    )
+    request.chat.template_arguments["enable_thinking"] = texts.get("variable", "false")
+    return request
+
+
+async def test_tools_calls_and_results_are_passed_on(
+    tokenizer: FakeTokenizer, encoder: PromptEncoder
+) -> None:
+    """The model would not learn what it may call, or what came of its call."""
+    await encoder.encode(with_tools())
+    assert list(tokenizer.chats[0])[2:] == [
+        ChatMessage(
+            "assistant", "", reasoning="hm", tool_calls=(ToolCall("1", "f", {"a": [1, "é", None]}),)
+        ),
+        ChatMessage("tool", "ok", tool_call_id="1", name="f"),
+    ]
+    assert tokenizer.others == (
+        [
+            Tool("f", "does f", {"type": "object", "properties": {"a": {}}}),
+            Tool("g", "", {"type": "object", "properties": {}}),
+        ],
+        {"enable_thinking": False},
+    )
+
+
+CANARY = "what-only-the-client-may-read"
+
+
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [
+        ("parameters", "chat.tools[0].parameters"),
+        ("arguments", "chat.messages[2].tool_calls[0].arguments"),
+        ("variable", "chat.template_arguments"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (f'{{"{CANARY}": }}', "is no JSON: character 34 cannot stand there"),
+        ("", "is no JSON: character 0 cannot stand there"),
+        ("NaN", "holds a number that is too large, or is none"),
+        ("1e999", "holds a number that is too large, or is none"),
+        ("9" * 5000, "holds a number that is too large, or is none"),
+        (f"[{'1,' * 40_000}1]", "holds more values than the 32768 of all JSON in a chat"),
+        ("[" * 25 + "]" * 25, "nests values deeper than 24 levels"),
+        ('{"a":' * 25 + "1" + "}" * 25, "nests values deeper than 24 levels"),
+        ("[" * 200_000, "nests values deeper than 24 levels"),
+        (f'["{CANARY}"]', "is no JSON object"),
+        ("null", "is no JSON object"),
+    ],
+)
+async def test_text_that_should_be_json_is_refused_with_its_place(
+    encoder: PromptEncoder, name: str, field: str, text: str, reason: str
+) -> None:
+    """A client would get INTERNAL, or a prompt without what it sent."""
+    if (name, text) == ("parameters", "") or (name == "variable" and "object" in reason):
+        await encoder.encode(with_tools(**{name: text}))  # no parameters, and any JSON
+        return
+    with pytest.raises(InvalidRequest) as refused:
+        await encoder.encode(with_tools(**{name: text}))
+    assert refused.value.violations == (FieldViolation(field, reason),)
+    assert CANARY not in str(refused.value)
+
+
+async def test_json_of_the_deepest_level_is_taken(encoder: PromptEncoder) -> None:
+    """The documented limit would be refused."""
+    await encoder.encode(with_tools(variable="[" * 24 + "]" * 24))
+    await encoder.encode(with_tools(arguments='{"a":' * 24 + "1" + "}" * 24))
+
+
+async def test_values_of_all_json_are_counted(encoder: PromptEncoder) -> None:
+    """A mebibyte of empty lists would keep the thread that everybody's prompts need."""
+    half = "[" + ",".join(["[]"] * 16_384) + "]"
+    request = with_tools(arguments=f'{{"a": {half}}}')
+    await encoder.encode(request)
+    request.chat.template_arguments["b"] = half
+    with pytest.raises(InvalidRequest, match="holds more values than"):
+        await encoder.encode(request)
 
 
 async def test_long_work_leaves_the_event_loop_alone(

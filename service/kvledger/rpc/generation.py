@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from typing import Any, TypeAlias, TypeVar
 
@@ -20,20 +19,20 @@ from kvledger.errors import (
     ServerDraining,
 )
 from kvledger.limits import check_generate
-from kvledger.logprobs import TokenLogprobs
+from kvledger.rpc.answers import answer_output
 from kvledger.rpc.calls import this_call
 from kvledger.rpc.errors import Metadata, abort
 from kvledger.rpc.prompts import PromptEncoder
+from kvledger.rpc.samples import SampleStream
 from kvledger.rpc.translation import (
     duration,
-    logprobs_message,
     prompt_messages,
     receipt_message,
     sampling_parameters,
 )
 from kvledger.served_model import ServedModel
 from kvledger.streams import Mail, Receipt
-from kvledger.tokenizer import OutputText, Tokenizer
+from kvledger.tokenizer import OutputText
 from kvledger.v1 import generation_pb2, generation_pb2_grpc
 
 # Trailing metadata that carries the receipt of a request that failed.
@@ -42,12 +41,6 @@ RECEIPT_METADATA = "kvledger-receipt-bin"
 _RECEIPT_SECONDS = 1.0
 
 _Result = TypeVar("_Result")
-
-_FINISH_REASONS = {
-    EndReason.STOP: generation_pb2.FINISH_REASON_STOP,
-    EndReason.LENGTH: generation_pb2.FINISH_REASON_LENGTH,
-    EndReason.CONTEXT: generation_pb2.FINISH_REASON_CONTEXT,
-}
 
 _Context: TypeAlias = (
     "grpc.aio.ServicerContext[generation_pb2.GenerateRequest, generation_pb2.GenerateResponse]"
@@ -76,10 +69,20 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 raise ModelUnknown
             tokenizer = self._model.tokenizer
             stop_ids = frozenset(request.stop.token_ids)
-            samples = [
-                _Sample(request, index, tokenizer, stop_ids) for index in range(_samples(request))
-            ]
             prompt = await self._prompts.encode(request)
+            samples = [
+                SampleStream(
+                    index,
+                    answer_output(
+                        request,
+                        OutputText(tokenizer, list(request.stop.sequences), stop_ids),
+                        prompt,
+                        tokenizer,
+                    ),
+                    request.output,
+                )
+                for index in range(request.samples if request.HasField("samples") else 1)
+            ]
             ticket = self._admission.enter(
                 caller=DEV_CALLER,
                 prompt=prompt,
@@ -106,77 +109,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 stream.close()
 
 
-def _samples(request: generation_pb2.GenerateRequest) -> int:
-    return request.samples if request.HasField("samples") else 1
-
-
 def _prompt_logprobs(request: generation_pb2.GenerateRequest) -> int | None:
     output = request.output
     return output.prompt_logprobs if output.HasField("prompt_logprobs") else None
-
-
-class _Sample:
-    """One answer on its way out."""
-
-    def __init__(
-        self,
-        request: generation_pb2.GenerateRequest,
-        index: int,
-        tokenizer: Tokenizer,
-        stop_ids: frozenset[int],
-    ) -> None:
-        self.index = index
-        self.output = OutputText(tokenizer, list(request.stop.sequences), stop_ids)
-        # Why the core ended it, where a token of its own did.
-        self.end: EndReason | None = None
-        self._finished = False
-        self._wants_ids = request.output.token_ids
-        self._final_only = request.output.final_only
-        self._texts: list[str] = []
-        self._token_ids: list[int] = []
-        # Of tokens that have come and not left, in order; none where the request did not ask.
-        self._logprobs: deque[TokenLogprobs] = deque()
-
-    def feed(
-        self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], is_last: bool
-    ) -> generation_pb2.Delta | None:
-        """What of these tokens, and of those before, may be shown now."""
-        self._logprobs.extend(logprobs)
-        piece = self.output.feed(tokens)
-        text, token_ids = piece.text, piece.token_ids
-        if is_last and not self._finished:
-            self._finished = True
-            rest = self.output.finish()
-            text, token_ids = text + rest.text, token_ids + rest.token_ids
-        if self._final_only:
-            self._texts.append(text)
-            self._token_ids.extend(token_ids)
-            return None
-        if not text and not token_ids:
-            return None
-        delta = generation_pb2.Delta(text=text, tokens=len(token_ids), index=self.index)
-        if self._wants_ids:
-            delta.token_ids.extend(token_ids)
-        if self._logprobs:
-            # Tokens leave in the order in which they came.
-            leaving = (self._logprobs.popleft() for _ in token_ids)
-            delta.logprobs.extend(logprobs_message(each) for each in leaving)
-        return delta
-
-    def reason(self, receipt: Receipt) -> EndReason:
-        """Why it ended; `receipt` says why the last sample did."""
-        if self.output.stopped:
-            return EndReason.STOP
-        return self.end if self.end is not None else receipt.end_reason
-
-    def message(self, reason: EndReason) -> generation_pb2.Sample:
-        """How it ended, and all of it where no deltas were sent."""
-        sample = generation_pb2.Sample(index=self.index, finish_reason=_FINISH_REASONS[reason])
-        if self._final_only:
-            sample.text = "".join(self._texts)
-            if self._wants_ids:
-                sample.token_ids.extend(self._token_ids)
-        return sample
 
 
 class _Stream:
@@ -186,7 +121,7 @@ class _Stream:
         self,
         request: generation_pb2.GenerateRequest,
         ticket: Ticket,
-        samples: Sequence[_Sample],
+        samples: Sequence[SampleStream],
         model: ServedModel,
         engine: Engine,
         admission: Admission,
@@ -283,10 +218,10 @@ class _Stream:
                 logprobs = [logprobs[place] for place in own] if logprobs else logprobs
             elif len(self._samples) > 1:
                 tokens, logprobs = [], []
-            was_stopped = sample.output.stopped
-            sample.end = mail.ends.get(sample.index, sample.end)
-            delta = sample.feed(tokens, logprobs, mail.is_last or sample.end is not None)
-            if sample.output.stopped and not was_stopped and not mail.is_last:
+            was_stopped = sample.stopped
+            end = mail.ends.get(sample.index)
+            delta = sample.feed(tokens, logprobs, end, mail.is_last)
+            if sample.stopped and not was_stopped and not mail.is_last:
                 # What the core computes beyond the stop is thrown away.
                 self._engine.end(self._ticket.sequences[sample.index], EndReason.STOP)
             if delta is not None:
@@ -314,10 +249,10 @@ class _Stream:
             raise ServerDraining(self._admission.retry_after)
         return generation_pb2.GenerateResponse(
             finished=generation_pb2.Finished(
-                samples=map(_Sample.message, self._samples, reasons),
+                samples=map(SampleStream.message, self._samples, reasons),
                 usage=generation_pb2.Usage(
                     prompt_tokens=self._ticket.prompt_tokens,
-                    completion_tokens=sum(sample.output.token_count for sample in self._samples),
+                    completion_tokens=sum(sample.token_count for sample in self._samples),
                 ),
                 receipt=self._receipt_message(),
             )

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvledger.errors import QueueFull
-from kvledger.rpc.translation import chat_messages
+from kvledger.rpc.conversations import conversation_of
 from kvledger.tokenizer import Tokenizer
 from kvledger.v1 import generation_pb2, models_pb2
 
@@ -49,7 +49,13 @@ class PromptEncoder:
             if len(request.text) < _SHORT:
                 return self._tokenizer.encode_text(request.text)
             return await self._elsewhere(self._tokenizer.encode_text, request.text)
-        return await self._elsewhere(self._tokenizer.encode_chat, chat_messages(request.chat))
+        return await self._elsewhere(self._encode_chat, request.chat)
+
+    def _encode_chat(self, chat: generation_pb2.ChatPrompt) -> npt.NDArray[np.int32]:
+        conversation = conversation_of(chat)
+        return self._tokenizer.encode_chat(
+            conversation.messages, conversation.tools, conversation.arguments
+        )
 
     async def _elsewhere(
         self, work: Callable[[_Prompt], npt.NDArray[np.int32]], prompt: _Prompt

@@ -10,22 +10,11 @@ from google.protobuf import duration_pb2
 from kvledger import _core
 from kvledger.logit_changes import ChangeOptions
 from kvledger.logprobs import PromptLogprobs, TokenLogprobs
+from kvledger.rpc.answers import chat_support
 from kvledger.sampling import SamplingParameters
 from kvledger.served_model import ServedModel
 from kvledger.streams import Receipt
-from kvledger.tokenizer import ChatMessage, Role
 from kvledger.v1 import generation_pb2, models_pb2
-
-_ROLES: dict[int, Role] = {
-    generation_pb2.ROLE_SYSTEM: "system",
-    generation_pb2.ROLE_USER: "user",
-    generation_pb2.ROLE_ASSISTANT: "assistant",
-}
-
-
-def chat_messages(chat: generation_pb2.ChatPrompt) -> list[ChatMessage]:
-    """The messages of a validated ChatPrompt."""
-    return [ChatMessage(_ROLES[message.role], message.content) for message in chat.messages]
 
 
 def sampling_parameters(
@@ -155,4 +144,5 @@ def model_message(model: ServedModel) -> models_pb2.Model:
             block_bytes=layout.block_bytes,
             tokens=model.blocks * layout.slots_per_block(model.kv_format),
         ),
+        chat=chat_support(model.tokenizer),
     )

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import datetime
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, TypeAlias
 
 from jinja2 import Template, TemplateSyntaxError
 
 from kvledger.errors import FieldViolation, InvalidRequest, ModelRefused
+from kvledger.tokenizer.control_tokens import (
+    ControlTokens,
+    RenderedPart,
+    control_tokens_of,
+    places_of,
+)
+from kvledger.tokenizer.conversation import (
+    ChatMessage,
+    ClientText,
+    Conversation,
+    JsonValue,
+    Tool,
+    ToolCall,
+)
 from kvledger.tokenizer.template_environment import CountedEnvironment, TemplateRaisedError
 from kvledger.tokenizer.template_work import (
     METER_VARIABLE,
+    SENTINEL_VARIABLE,
     NotAllowedError,
     WorkLimitError,
     WorkLimits,
@@ -30,6 +43,8 @@ _OPERATIONS_PER_MESSAGE = 4_096
 _CHARACTERS_BASE = 4_000_000
 _CHARACTERS_PER_MESSAGE = 65_536
 _CHARACTERS_PER_CONTENT_CHARACTER = 32
+# JSON is many short values, each of which costs as much to visit as several characters.
+_CHARACTERS_PER_JSON_CHARACTER = 8
 # Templates that build a list message by message take work in proportion to the square.
 _COUNTED_MESSAGES_MAX = 1_024
 _OUTPUT_BASE = 1_000_000
@@ -38,28 +53,31 @@ _OUTPUT_PER_CONTENT_CHARACTER = 2
 
 _QUOTED_REASON_MAX = 200
 
-Role = Literal["system", "user", "assistant"]
-_ROLES = frozenset(get_args(Role))
+# Names under which templates know the tools.
+_TOOL_VARIABLES = frozenset({"tools", "xml_tools"})
+
+# What turns one word into another of the same length.
+_TURNED = str.maketrans(
+    "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789",
+    "bcdefghijklmnopqrstuvwxyzaBCDEFGHIJKLMNOPQRSTUVWXYZA1234567890",
+)
+# What templates look for in schemas, besides the words that stand in the template itself.
+_SCHEMA_WORDS = frozenset(
+    {"$ref", "$defs", "additionalProperties", "allOf", "anyOf", "array", "boolean", "const"}
+    | {"default", "definitions", "description", "enum", "examples", "format", "integer", "items"}
+    | {"maximum", "minimum", "name", "null", "nullable", "number", "object", "oneOf", "parameters"}
+    | {"pattern", "prefixItems", "properties", "required", "return", "string", "title", "type"}
+)
 
 
-@dataclass(frozen=True)
-class ChatMessage:
-    """One message of a conversation. ValueError for another role: templates write it as it is,
-    so it must not come from a client's string."""
-
-    role: Role
-    content: str
-
-    def __post_init__(self) -> None:
-        if self.role not in _ROLES:
-            raise ValueError(f"a message's role is one of {sorted(_ROLES)}")
+_Change: TypeAlias = Callable[[str], str]
 
 
-class RenderedPart(NamedTuple):
-    """A run of the rendered conversation: either text, or one control token as it is written."""
+def _same(text: str) -> str:
+    return text
 
-    text: str
-    is_control_token: bool
+
+_UNCHANGED = ClientText(_same, _same)
 
 
 class ChatTemplate:
@@ -105,47 +123,97 @@ class ChatTemplate:
             self._variables["bos_token"] = bos_token
         # Besides the source itself: a constant may write a character as an escape.
         fixed_texts = (source, *self._environment.string_constants)
-        self._control_tokens = _ControlTokens(control_tokens, fixed_texts)
+        self._control_tokens = ControlTokens(control_tokens, fixed_texts)
+        self._own_words = _SCHEMA_WORDS | self._environment.string_constants
+        self._calls_as_text = False
         self._try_out()
 
-    def render(self, messages: Sequence[ChatMessage]) -> list[RenderedPart]:
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the template reads the tools that it is given."""
+        return not self._environment.names.isdisjoint(_TOOL_VARIABLES)
+
+    @property
+    def takes_tool_calls(self) -> bool:
+        """Whether the template reads the calls of a message."""
+        return "tool_calls" in self._environment.attributes | self._environment.string_constants
+
+    def render(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Tool] = (),
+        arguments: Mapping[str, JsonValue] | None = None,
+    ) -> list[RenderedPart]:
         """The conversation, with an invitation for the model to answer at its end.
 
-        Control tokens are those that the template writes; what is written like one in a content
-        stays text, also across the border of two contents. The text is what the template makes of
-        the contents as they are, with two exceptions: it does not find a control token that is
-        written in a content, and where a character that could begin one in a content would make
-        it write more or fewer control tokens, it does not see that either.
+        `arguments` are variables of the template. Control tokens are those that the template
+        writes; what is written like one in a client's text stays text, also across the border of
+        two texts, and in JSON. The text is what the template makes of the texts as they are, with
+        two exceptions: it does not find a control token that is written in one, and where a
+        character that could begin one in a text would make it write more or fewer control tokens,
+        it does not see that either.
 
-        Raises InvalidRequest if the template refuses the messages, fails on them, or passes the
+        Raises InvalidRequest if the template refuses the messages, fails on them, cannot write
+        tools or calls that are there, makes a control token of a name or an id, or passes the
         limits of work.
         """
-        contents = [message.content for message in messages]
-        roles = [message.role for message in messages]
+        conversation = Conversation(messages, tools, arguments or {})
+        self._require_support(conversation)
+        texts, words = conversation.strings()
         tokens = self._control_tokens
-        sentinel = tokens.sentinel_for(contents)
-        plain = self._rendered(roles, contents)
-        guarded = self._rendered(roles, [tokens.guarded(text, sentinel) for text in contents])
+        sentinel = tokens.sentinel_for(texts)
+
+        def rendered(prose: _Change, word: _Change = _same) -> str:
+            return self._rendered(conversation, ClientText(prose, word), sentinel)
+
+        def guard(text: str) -> str:
+            return tokens.guarded(text, sentinel)
+
+        plain = rendered(_same)
+        guarded = rendered(guard)
         parts = tokens.parts(guarded, sentinel)
+        if words:
+            # A word is short and plain, and templates compare it and count its letters. Instead of
+            # being guarded it is exchanged: what changes with it was made of it.
+            turned = tokens.parts(rendered(guard, self._turned), sentinel)
+            if places_of(turned) != places_of(parts):
+                raise _refusal(
+                    "chat", "the model's chat template makes a control token of a name or an id"
+                )
         if guarded.replace(sentinel, "") != plain:
             # The template looked at something that the sentinels hide from it, such as a closing
-            # mark of reasoning. It gets to see the contents with sentinels only where a control
+            # mark of reasoning. It gets to see the texts with sentinels only where a control
             # token is written in full, unless that brings a control token more or less.
-            light = self._rendered(roles, [tokens.broken(text, sentinel) for text in contents])
+            light = rendered(lambda text: tokens.broken(text, sentinel))
             light_parts = tokens.parts(light, sentinel)
-            if _control_tokens_of(light_parts) == _control_tokens_of(parts):
+            if control_tokens_of(light_parts) == control_tokens_of(parts):
                 parts = light_parts
         return parts
 
-    def _rendered(self, roles: Sequence[Role], contents: Sequence[str]) -> str:
-        meter = WorkMeter(_limits_for(contents))
+    def _turned(self, word: str) -> str:
+        return word if word in self._own_words else word.translate(_TURNED)
+
+    def _require_support(self, conversation: Conversation) -> None:
+        if conversation.tools and not self.takes_tools:
+            raise _refusal(
+                "chat.tools", "the model's chat template cannot write tools; send none to it"
+            )
+        for place, message in enumerate(conversation.messages):
+            if message.tool_calls and not self.takes_tool_calls:
+                raise _refusal(
+                    f"chat.messages[{place}].tool_calls",
+                    "the model's chat template cannot write calls; write them into content",
+                )
+
+    def _rendered(
+        self, conversation: Conversation, text: ClientText, sentinel: str | None = None
+    ) -> str:
+        meter = WorkMeter(_limits_for(conversation))
         variables = {
             **self._variables,
-            "messages": [
-                {"role": role, "content": content}
-                for role, content in zip(roles, contents, strict=True)
-            ],
+            **conversation.variables(text, calls_as_text=self._calls_as_text),
             METER_VARIABLE: meter,
+            SENTINEL_VARIABLE: sentinel,
         }
         try:
             return "".join(_metered(self._template.generate(variables), meter))
@@ -170,12 +238,29 @@ class ChatTemplate:
 
     def _try_out(self) -> None:
         try:
-            self._rendered(["user"], ["a"])
+            self._rendered(Conversation([ChatMessage("user", "a")]), _UNCHANGED)
         except _TemplateNotRunError as error:
             raise ModelRefused(f"tokenizer.chat_template {error.what}") from None
         except InvalidRequest:
             # Some templates want another conversation than this.
             pass
+        if self.takes_tool_calls:
+            self._calls_as_text = not self._calls_fit(False) and self._calls_fit(True)
+
+    def _calls_fit(self, as_text: bool) -> bool:
+        """Whether the template can write a call whose arguments are text, or are an object."""
+        self._calls_as_text = as_text
+        call = ToolCall("abcdefghi", "a", {"a": "a"})
+        messages = [
+            ChatMessage("user", "a"),
+            ChatMessage("assistant", "", tool_calls=(call,)),
+            ChatMessage("tool", "a", tool_call_id=call.id, name=call.name),
+        ]
+        try:
+            self._rendered(Conversation(messages), _UNCHANGED)
+        except InvalidRequest:
+            return False
+        return True
 
 
 class _TemplateNotRunError(InvalidRequest):
@@ -212,9 +297,13 @@ def _compiled(environment: CountedEnvironment, source: str) -> Template:
     raise ModelRefused(f"tokenizer.chat_template does not compile ({reason})")
 
 
-def _limits_for(contents: Sequence[str]) -> WorkLimits:
-    messages = min(len(contents), _COUNTED_MESSAGES_MAX)
-    characters = sum(map(len, contents))
+def _limits_for(conversation: Conversation) -> WorkLimits:
+    messages = min(conversation.parts, _COUNTED_MESSAGES_MAX)
+    characters = _CHARACTERS_PER_JSON_CHARACTER * conversation.json_characters
+    characters += sum(
+        len(message.content) + len(message.reasoning) for message in conversation.messages
+    )
+    characters += sum(len(tool.description) for tool in conversation.tools)
     return WorkLimits(
         operations_max=_OPERATIONS_BASE + _OPERATIONS_PER_MESSAGE * messages,
         characters_max=_CHARACTERS_BASE
@@ -230,81 +319,3 @@ def _metered(pieces: Iterator[str], meter: WorkMeter) -> Iterator[str]:
     for piece in pieces:
         meter.output(len(piece))
         yield piece
-
-
-def _control_tokens_of(parts: Sequence[RenderedPart]) -> list[str]:
-    return [part.text for part in parts if part.is_control_token]
-
-
-def _private_characters() -> Iterator[str]:
-    # Noncharacters first, which no text may use for itself, then the private areas. None of them
-    # is white space or has a case, so they pass through trimming and lower-casing.
-    for first, last in (
-        (0xFDD0, 0xFDEF),
-        (0xE000, 0xF8FF),
-        (0xF0000, 0xFFFFD),
-        (0x100000, 0x10FFFD),
-    ):
-        yield from map(chr, range(first, last + 1))
-
-
-class _ControlTokens:
-    """Finds the control tokens that a template wrote, among contents that may look like them.
-
-    A sentinel, a character that occurs nowhere else, is put into the contents before they are
-    rendered and taken out after the rendered text is split at the control tokens. A control token
-    with a sentinel inside is not one.
-    """
-
-    def __init__(self, control_tokens: Collection[str], fixed_texts: Collection[str]) -> None:
-        """`fixed_texts` are what the template writes without being given it."""
-        # Where several match, the longest is meant.
-        tokens = sorted(control_tokens, key=len, reverse=True)
-        self._first_characters = sorted({token[0] for token in tokens})
-        # An empty alternative list must match nothing.
-        self._written = re.compile(f"({'|'.join(map(re.escape, tokens)) or '(?!)'})")
-        self._beginning = re.compile(
-            "|".join(f"{re.escape(token[0])}(?={re.escape(token[1:])})" for token in tokens)
-            or "(?!)"
-        )
-        self._fixed_characters = frozenset[str]().union(*tokens, *fixed_texts)
-
-    def sentinel_for(self, contents: Sequence[str]) -> str:
-        """A character that occurs in no content, in no control token and not in the template."""
-        used = self._fixed_characters
-        for character in _private_characters():
-            if character in used:
-                continue
-            if not any(character in content for content in contents):
-                return character
-            # Somebody uses private characters: look at all of them together, once.
-            used = used.union(*contents)
-        raise _refusal("chat.messages", "the contents use every private character of Unicode")
-
-    def guarded(self, content: str, sentinel: str) -> str:
-        """`content` with a sentinel wherever a control token might begin or go on.
-
-        After each character that begins a control token, so that none can begin in the content;
-        and before the first visible character, so that none that began before can go on into it.
-        """
-        visible = content.lstrip()
-        if not visible:
-            return content
-        blank = content[: len(content) - len(visible)]
-        for character in self._first_characters:
-            visible = visible.replace(character, character + sentinel)
-        return blank + sentinel + visible
-
-    def broken(self, content: str, sentinel: str) -> str:
-        """`content` with a sentinel in each control token that is written in full."""
-        return self._beginning.sub(lambda match: match[0] + sentinel, content)
-
-    def parts(self, rendered: str, sentinel: str) -> list[RenderedPart]:
-        """Splits the rendered text at its control tokens and takes the sentinels out."""
-        # Splitting at a group gives texts at even places and control tokens at odd ones.
-        split = self._written.split(rendered)
-        return [
-            RenderedPart(text.replace(sentinel, ""), place % 2 == 1)
-            for place, text in enumerate(split)
-            if text
-        ]

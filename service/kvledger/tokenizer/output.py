@@ -3,18 +3,43 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from kvledger.tokenizer.incremental import IncrementalDecoder
 from kvledger.tokenizer.stop_strings import StopStrings
 
 
+class AnsweredCall(NamedTuple):
+    """A function that the model calls; see ToolCallDelta in the contract."""
+
+    place: int  # among the calls of its answer, from 0
+    id: str
+    name: str
+    arguments: str
+
+
 class Piece(NamedTuple):
-    """What may be sent now: text, and the ids of the tokens whose text has all been sent."""
+    """What may be sent now: text, and the ids of the tokens whose text has all been sent.
+
+    Reasoning and calls are told apart from the text by `chat_output` alone.
+    """
 
     text: str
     token_ids: list[int]
+    reasoning: str = ""
+    tool_calls: tuple[AnsweredCall, ...] = ()
+
+    @classmethod
+    def joined(cls, pieces: Iterable[Piece]) -> Piece:
+        """Consecutive pieces as one."""
+        pieces = list(pieces)
+        return cls(
+            text="".join(piece.text for piece in pieces),
+            token_ids=[token_id for piece in pieces for token_id in piece.token_ids],
+            reasoning="".join(piece.reasoning for piece in pieces),
+            tool_calls=tuple(call for piece in pieces for call in piece.tool_calls),
+        )
 
 
 class TokenBytes(Protocol):
@@ -66,6 +91,11 @@ class OutputText:
         """Tokens taken so far, up to and including the one that stopped the output."""
         return self._token_count
 
+    @property
+    def characters_decoded(self) -> int:
+        """Characters of the text so far, those that are held back included."""
+        return self._characters_decoded
+
     def feed(self, token_ids: Sequence[int]) -> Piece:
         """Takes any number of ids; returns what may be sent now.
 
@@ -75,28 +105,50 @@ class OutputText:
         for token_id in token_ids:
             if self.stopped:
                 break
-            if token_id in self._stop_ids:
-                self._token_count += 1
-                self._waiting.append(token_id)
-                # Nothing follows that could complete a character or a stop string.
-                released.append(self._rest())
-                self._ended = True
-                break
-            text = self._decoder.feed_token(token_id)
-            self._token_count += 1
-            self._enter(token_id, text)
-            if text:
-                released.append(self._stops.feed(text))
+            released.append(self.advance(token_id))
         return self._piece("".join(released))
 
     def finish(self) -> Piece:
         """Ends the stream; returns all that was held back. Feed nothing after it."""
         if self.stopped:
             return Piece("", [])
-        return Piece(self._rest(), self._take_all())
+        return Piece(self.rest(), self.take_all())
 
-    def _rest(self) -> str:
+    def advance(self, token_id: int) -> str:
+        """Takes one id of a stream that has not stopped; returns the text that may be sent now.
+
+        For whoever sends less than that: the tokens of what was sent are then asked of `take`.
+        Raises IndexError for an id outside the vocabulary.
+        """
+        if token_id in self._stop_ids:
+            self._token_count += 1
+            self._waiting.append(token_id)
+            # Nothing follows that could complete a character or a stop string.
+            rest = self.rest()
+            self._ended = True
+            return rest
+        text = self._decoder.feed_token(token_id)
+        self._token_count += 1
+        self._enter(token_id, text)
+        return self._stops.feed(text) if text else ""
+
+    def rest(self) -> str:
+        """What is held back, once no token follows."""
         return self._stops.feed(self._decoder.finish()) + self._stops.finish()
+
+    def take(self, characters: int) -> list[int]:
+        """Ids of the tokens whose text lies within so many characters; each id comes once."""
+        token_ids: list[int] = []
+        while self._held and self._held[0][1] <= characters:
+            token_ids.append(self._held.popleft()[0])
+        return token_ids
+
+    def take_all(self) -> list[int]:
+        """Ids of all tokens that have not been taken, once no token follows."""
+        token_ids = [token_id for token_id, _ in self._held] + self._waiting
+        self._held.clear()
+        self._waiting = []
+        return token_ids
 
     def _enter(self, token_id: int, text: str) -> None:
         if text:
@@ -113,15 +165,6 @@ class OutputText:
 
     def _piece(self, text: str) -> Piece:
         if self.stopped:
-            return Piece(text, self._take_all())
+            return Piece(text, self.take_all())
         self._characters_released += len(text)
-        token_ids: list[int] = []
-        while self._held and self._held[0][1] <= self._characters_released:
-            token_ids.append(self._held.popleft()[0])
-        return Piece(text, token_ids)
-
-    def _take_all(self) -> list[int]:
-        token_ids = [token_id for token_id, _ in self._held] + self._waiting
-        self._held.clear()
-        self._waiting = []
-        return token_ids
+        return Piece(text, self.take(self._characters_released))

@@ -119,7 +119,11 @@ class CountedEnvironment(ListedAttributesEnvironment):
             finalize=_counted_output,
             extensions=[GenerationTag, LoopControlExtension],
         )
+        # Of the template that was compiled: its constants, the names that it reads, and the
+        # attributes that it reads with a dot.
         self.string_constants: frozenset[str] = frozenset()
+        self.names: frozenset[str] = frozenset()
+        self.attributes: frozenset[str] = frozenset()
         self.filters = {
             **{name: _counted_filter(name, charge) for name, charge in FILTER_CHARGES.items()},
             **COUNTING_FILTERS,
@@ -147,6 +151,10 @@ class CountedEnvironment(ListedAttributesEnvironment):
             for constant in template.find_all(nodes.Const)
             if isinstance(constant.value, str)
         )
+        self.names = frozenset(
+            name.name for name in template.find_all(nodes.Name) if name.ctx == "load"
+        )
+        self.attributes = frozenset(read.attr for read in template.find_all(nodes.Getattr))
         counted = CountingRewriter().visit(template)
         counted.set_environment(self)
         assert isinstance(counted, nodes.Template)

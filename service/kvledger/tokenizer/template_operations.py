@@ -12,10 +12,12 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jinja2.runtime import Undefined
+from jinja2 import pass_context
+from jinja2.runtime import Context, Undefined
 
 from kvledger.tokenizer.template_work import (
     ELEMENT_CHARACTERS,
+    SENTINEL_VARIABLE,
     NotAllowedError,
     WorkMeter,
     shallow_size,
@@ -27,6 +29,7 @@ _NUMERAL_CHARACTERS_MAX = 100
 _SEARCHED_CHARACTERS_MAX = 64
 _FORMAT_WIDTH_DIGITS_MAX = 3
 _INDENT_MAX = 16
+_NOT_ASCII = re.compile(r"[^\x00-\x7f]")
 
 Arguments = Sequence[Any]
 KeywordArguments = Mapping[str, Any]
@@ -168,7 +171,9 @@ def _charge_json(work: WorkMeter, value: Any, args: Arguments, keywords: Keyword
     work.characters((6 + max(0, width)) * work.measure(value))
 
 
+@pass_context
 def json_text(
+    context: Context,
     value: object,
     ensure_ascii: bool = False,
     indent: int | str | None = None,
@@ -176,12 +181,14 @@ def json_text(
     sort_keys: bool = False,
 ) -> str:
     """The filter `tojson`. Jinja's own escapes for HTML; models were trained on plain JSON."""
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
+    text = json.dumps(
+        value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+    if not ensure_ascii or text.isascii():
+        return text
+    sentinel = context.parent[SENTINEL_VARIABLE]
+    return _NOT_ASCII.sub(
+        lambda found: found[0] if found[0] == sentinel else json.dumps(found[0])[1:-1], text
     )
 
 

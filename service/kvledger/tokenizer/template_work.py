@@ -22,6 +22,8 @@ NESTING_MAX = 32
 
 # The meter travels among the template's variables under a name that no template can write.
 METER_VARIABLE = "work meter"
+# So does the character that keeps client text apart, or None; it must not be written as an escape.
+SENTINEL_VARIABLE = "sentinel of client text"
 
 
 class WorkLimitError(Exception):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 
 import numpy as np
@@ -13,7 +13,9 @@ from tokenizers import AddedToken, models
 
 from kvledger.errors import FieldViolation, InvalidRequest, ModelRefused
 from kvledger.tokenizer.byte_alphabet import bytes_of_byte_token, bytes_of_letters
-from kvledger.tokenizer.chat_template import ChatMessage, ChatTemplate, RenderedPart
+from kvledger.tokenizer.chat_template import ChatTemplate
+from kvledger.tokenizer.control_tokens import RenderedPart
+from kvledger.tokenizer.conversation import ChatMessage, JsonValue, Tool
 from kvledger.tokenizer.word_cutting import word_cutting_of
 
 TokenIds = npt.NDArray[np.int32]
@@ -329,11 +331,31 @@ class Tokenizer:
         first = self._vocabulary.first_ids
         return np.array([*first, *encode_all(self._vocabulary.encoder, [text])[0]], dtype=np.int32)
 
-    def encode_chat(self, messages: Sequence[ChatMessage]) -> TokenIds:
+    @property
+    def control_texts(self) -> Mapping[int, str]:
+        """How each control token is written, by its id."""
+        return self._control_texts
+
+    @property
+    def chat_template(self) -> ChatTemplate | None:
+        """The model's chat template, if it has one."""
+        return self._template
+
+    @property
+    def chat_template_source(self) -> str | None:
+        """The chat template as it is written in the model's files."""
+        return self._vocabulary.chat_template
+
+    def encode_chat(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Tool] = (),
+        arguments: Mapping[str, JsonValue] | None = None,
+    ) -> TokenIds:
         """Ids of a conversation, shape [tokens], up to where the model is to answer.
 
-        Raises InvalidRequest if the model has no chat template, or the template refuses the
-        messages.
+        `arguments` are variables of the template. Raises InvalidRequest if the model has no chat
+        template, or the template refuses the messages or cannot write what they hold.
         """
         if self._template is None:
             raise InvalidRequest(
@@ -342,7 +364,9 @@ class Tokenizer:
                 )
             )
         parts = self._template.render(
-            [ChatMessage(message.role, _encodable(message.content)) for message in messages]
+            [replace(message, content=_encodable(message.content)) for message in messages],
+            tools,
+            arguments,
         )
         texts = iter(self._encode_parts(parts))
         ids: list[int] = []
