@@ -52,6 +52,9 @@ _TABLE = (
     Limit("stop.sequences.text", 1, 256, "bytes"),
     Limit("stop.min_tokens", 0, 2**31 - 1, "tokens"),
     Limit("stop.token_ids", 0, 64, "ids"),
+    Limit("constraint.json_schema", 1, 128 * 1024, "bytes"),
+    Limit("constraint.regex", 1, 8 * 1024, "bytes"),
+    Limit("constraint.lark_grammar", 1, 64 * 1024, "bytes"),
     Limit("output.top_logprobs", 0, 20, "tokens"),
     Limit("priority", -10, 10, ""),
     Limit("queue_timeout", 0.0, 3600.0, "seconds"),
@@ -122,6 +125,8 @@ def _generate_violations(
     yield from _bias_violations(request.sampling, vocabulary)
     yield from _stop_violations(request.stop, vocabulary)
     yield from _output_violations(request.output)
+    if request.HasField("constraint"):
+        yield from _constraint_violations(request.constraint)
     yield from _counted("priority", "priority", request.priority)
     if request.HasField("queue_timeout"):
         timeout = request.queue_timeout
@@ -226,6 +231,18 @@ def _output_violations(output: generation_pb2.OutputOptions) -> Iterator[FieldVi
             yield FieldViolation(
                 "output.top_logprobs", "comes with deltas; output.final_only sends none"
             )
+
+
+def _constraint_violations(constraint: generation_pb2.Constraint) -> Iterator[FieldViolation]:
+    """What can be seen from outside; whether it can be compiled is found out later."""
+    kind = constraint.WhichOneof("kind")
+    if kind is None:
+        yield FieldViolation(
+            "constraint", "is empty; give json_schema, regex, lark_grammar or json_object"
+        )
+    elif kind != "json_object":
+        field = f"constraint.{kind}"
+        yield from _counted(field, field, len(getattr(constraint, kind).encode()))
 
 
 def _id_violations(

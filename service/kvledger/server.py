@@ -21,6 +21,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from kvledger.admission import Admission
+from kvledger.constraints.compiler import ConstraintCompiler
 from kvledger.engine import Engine, StepOutcome
 from kvledger.errors import SettingRefused
 from kvledger.rpc import connections
@@ -78,6 +79,7 @@ class Server:
             MailboxLimits(settings.mailbox_tokens, settings.stall_timeout),
         )
         self._prompts = PromptEncoder(model.tokenizer, settings.max_queued)
+        self._constraints = ConstraintCompiler(model.tokenizer)
         self._health = health.aio.HealthServicer()
         self._stop_requested = asyncio.Event()
         self._stop_now = asyncio.Event()
@@ -135,6 +137,7 @@ class Server:
             _log.error("engine_hangs", silence_seconds=round(self._engine.silence_seconds, 1))
             self._broke = True
         self._prompts.close()
+        await self._constraints.stop()
         _log.info("stopped", open_requests=len(self._admission.open_requests))
         return BROKE if self._broke else 0
 
@@ -155,7 +158,10 @@ class Server:
             interceptors=(UndecodableRefused(),),
         )
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(  # type: ignore[no-untyped-call]
-            GenerationServicer(self._model, self._engine, self._admission, self._prompts), server
+            GenerationServicer(
+                self._model, self._engine, self._admission, self._prompts, self._constraints
+            ),
+            server,
         )
         models_pb2_grpc.add_ModelServiceServicer_to_server(  # type: ignore[no-untyped-call]
             ModelServicer(self._model, self._prompts), server

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias, TypeVar
 import grpc
 
 from kvledger.admission import DEV_CALLER, Admission, Ticket
+from kvledger.constraints.compiler import ConstraintCompiler
 from kvledger.engine import EndReason, Engine
 from kvledger.errors import (
     ModelUnknown,
@@ -20,11 +21,14 @@ from kvledger.errors import (
     ServerDraining,
 )
 from kvledger.limits import check_generate
+from kvledger.logit_changes import Constraint
 from kvledger.logprobs import TokenLogprobs
 from kvledger.rpc.errors import Metadata, abort
 from kvledger.rpc.prompts import PromptEncoder
 from kvledger.rpc.translation import (
+    constraint_source,
     duration,
+    ignores_end_of_text,
     logprobs_message,
     receipt_message,
     sampling_parameters,
@@ -56,12 +60,18 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     """See GenerationService in the contract."""
 
     def __init__(
-        self, model: ServedModel, engine: Engine, admission: Admission, prompts: PromptEncoder
+        self,
+        model: ServedModel,
+        engine: Engine,
+        admission: Admission,
+        prompts: PromptEncoder,
+        constraints: ConstraintCompiler,
     ) -> None:
         self._model = model
         self._engine = engine
         self._admission = admission
         self._prompts = prompts
+        self._constraints = constraints
 
     async def Generate(  # noqa: N802  # the contract's name
         self, request: generation_pb2.GenerateRequest, context: _Context
@@ -76,13 +86,14 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             stop_ids = frozenset(request.stop.token_ids)
             output = OutputText(tokenizer, list(request.stop.sequences), stop_ids)
             prompt = await self._prompts.encode(request)
+            constraint = await self._constraint(request, context)
             ticket = self._admission.enter(
                 caller=DEV_CALLER,
                 prompt=prompt,
                 max_tokens=request.stop.max_tokens if request.stop.HasField("max_tokens") else None,
-                sampling=sampling_parameters(request, tokenizer.eos_ids),
+                sampling=sampling_parameters(request, tokenizer.eos_ids, constraint),
                 priority=request.priority,
-                ignore_eos=request.stop.ignore_eos,
+                ignore_eos=ignores_end_of_text(request),
                 stop_ids=stop_ids,
             )
             stream = _Stream(request, ticket, output, self._model, self._engine, self._admission)
@@ -96,6 +107,16 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         finally:
             if stream is not None:
                 stream.close()
+
+    async def _constraint(
+        self, request: generation_pb2.GenerateRequest, context: _Context
+    ) -> Constraint | None:
+        if not request.HasField("constraint"):
+            return None
+        # Connections of one machine are one client.
+        client = context.peer().rpartition(":")[0]
+        source = constraint_source(request.constraint)
+        return await self._constraints.compile(source, DEV_CALLER.tenant, client)
 
 
 class _Stream:
