@@ -1,8 +1,8 @@
 """What a request's options do to the model's logits before a token is chosen.
 
 Per sequence: which tokens it has, how often each came out, biases, the tokens that may not come
-yet, and what its constraint leaves. A sequence keeps its own from its first admission to its end, so nothing is lost when it is
-preempted and nothing passes to the next one in its row.
+yet, and what its constraint leaves. A sequence keeps its own from its first admission to its end,
+so nothing is lost when it is preempted and nothing passes to the next one in its row.
 
 The arithmetic is one pass over the tokens that matter, for all sequences of a step together. It
 works element by element in float32, so a sequence's logits do not depend on its neighbours.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
@@ -12,6 +13,9 @@ Kind = Literal["json_schema", "regex", "lark_grammar", "json_object"]
 
 # Levels of objects and arrays in a schema. Compiling recurses in native code.
 SCHEMA_NESTING_MAX = 64
+
+# Whole numbers beyond this one are not kept as they are: llguidance reads them as floats.
+_WHOLE_NUMBER_MAX = 2**53
 
 # Between two parts of a JSON text there is white space once, and this much of it at most: enough to
 # indent by, and a model that likes spaces does not fill its answer with them.
@@ -71,15 +75,10 @@ def unsupported_keywords(source: ConstraintSource) -> list[str]:
     """Standard keywords of a schema that are not supported, as far as they are in it."""
     if source.kind != "json_schema":
         return []
-    found: set[str] = set()
-    pending: list[Any] = [json.loads(source.text)]
-    while pending:
-        value = pending.pop()
-        if isinstance(value, dict):
-            found.update(value)
-            pending.extend(value.values())
-        elif isinstance(value, list):
-            pending.extend(value)
+    objects = (
+        value for value in _everything_in(json.loads(source.text)) if isinstance(value, dict)
+    )
+    found = {name for value in objects for name in value}
     return [keyword for keyword in _KEYWORDS if keyword in found]
 
 
@@ -104,6 +103,8 @@ def _schema_of(text: str) -> dict[str, Any]:
         raise ConstraintRefused(
             f"nests objects and arrays more than {SCHEMA_NESTING_MAX} levels deep"
         )
+    if _largest_whole_number(schema) > _WHOLE_NUMBER_MAX:
+        raise ConstraintRefused(f"has a whole number beyond {_WHOLE_NUMBER_MAX}")
     if "x-guidance" in schema:
         raise ConstraintRefused("sets x-guidance, which belongs to the server")
     return schema
@@ -114,15 +115,26 @@ def _no_constant(name: str) -> NoReturn:
 
 
 def _is_deeper(value: Any, levels: int) -> bool:
-    """Whether a value has more levels of objects and arrays; a level at a time, no recursion."""
+    """Whether a value has more levels of objects and arrays; level by level, without recursion."""
     level = [value]
-    for _ in range(levels + 1):
-        level = [
-            part
-            for container in level
-            if isinstance(container, (dict, list))
-            for part in (container.values() if isinstance(container, dict) else container)
-        ]
-        if not level:
-            return False
-    return any(isinstance(part, (dict, list)) for part in level) or bool(level)
+    for _ in range(levels):
+        level = [part for each in level for part in _parts(each)]
+    return any(isinstance(part, dict | list) for part in level)
+
+
+def _largest_whole_number(value: Any) -> int:
+    return max((abs(part) for part in _everything_in(value) if isinstance(part, int)), default=0)
+
+
+def _everything_in(value: Any) -> Iterator[Any]:
+    pending = [value]
+    while pending:
+        part = pending.pop()
+        yield part
+        pending.extend(_parts(part))
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()

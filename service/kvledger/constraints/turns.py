@@ -23,7 +23,7 @@ class Turns:
 
     def waiting(self, client: Hashable) -> int:
         """How much of a client's work waits."""
-        return len(self._waiting.get(client, ()))
+        return sum(not turn.cancelled() for turn in self._waiting.get(client, ()))
 
     @asynccontextmanager
     async def turn(self, client: Hashable) -> AsyncIterator[None]:
@@ -44,12 +44,10 @@ class Turns:
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # the place was given in this very moment
+            if not turn.cancelled():  # the place was given in this very moment
                 self._inside.discard(client)
-            elif client in self._waiting:
+            elif turn in self._waiting.get(client, ()):
                 self._waiting[client].remove(turn)
-                if not self._waiting[client]:
-                    del self._waiting[client]
             self._let_in()
             raise
 
@@ -58,8 +56,9 @@ class Turns:
             if len(self._inside) >= self._places:
                 return
             # Its next work waits behind everybody else's.
-            mine = self._waiting.pop(client)
-            self._inside.add(client)
-            mine.popleft().set_result(None)
+            mine = deque(turn for turn in self._waiting.pop(client) if not turn.cancelled())
+            if mine:
+                self._inside.add(client)
+                mine.popleft().set_result(None)
             if mine:
                 self._waiting[client] = mine
