@@ -152,11 +152,9 @@ async def test_the_sender_of_heavy_sources_waits_for_itself(compiler: Constraint
     await asyncio.sleep(0.1)
     with pytest.raises(QueueFull):
         await compiler.compile(regex("y"), 0, "hostile")
-    started = time.monotonic()
     for i in range(5):
         assert await reason(compiler, regex(f"z{{{i + 1}}}"), "polite") == ""
-    assert time.monotonic() - started < 3.0
-    assert not heavy[5].done()
+    assert sum(task.done() for task in heavy) < len(heavy) // 2, "it did not wait for them"
     for task in heavy:
         task.cancel()
     await asyncio.gather(*heavy, return_exceptions=True)

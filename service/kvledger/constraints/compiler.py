@@ -119,7 +119,8 @@ class _Worker:
                 await self._start(vocabulary)
             return await asyncio.wait_for(self._ask(source), CLOCK_SECONDS + _GRACE_SECONDS)
         except (asyncio.TimeoutError, asyncio.IncompleteReadError, ConnectionError):
-            _log.warning("constraint_worker_lost")
+            if self._process is not None:  # nobody stopped it
+                _log.warning("constraint_worker_lost")
             await self.stop()
             return BROKE
         except BaseException:
@@ -209,11 +210,12 @@ class ConstraintCompiler:
             # What has begun is finished: a process that is told to stop has to be started again.
             if not began.is_set():
                 job.cancel()
-            job.add_done_callback(lambda job: job.cancelled() or job.exception())
+            job.add_done_callback(_look_at)
             raise
 
     async def stop(self) -> None:
         """Ends the processes, and the threads once they have nothing to do."""
+        self._unavailable = "it is shutting down"
         for worker in self._workers:
             await worker.stop()
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -238,6 +240,8 @@ class ConstraintCompiler:
         digest = source.digest
         verdict = self._verdicts.find(tenant, digest)
         if verdict is None:
+            if self._unavailable is not None:  # since it waited
+                raise ConstraintsUnavailable(self._unavailable)
             worker = self._idle.pop()
             try:
                 verdict = await worker.judge(self._vocabulary, source)
@@ -246,3 +250,9 @@ class ConstraintCompiler:
             if verdict.lasting:
                 self._verdicts.keep(tenant, digest, verdict)
         return verdict
+
+
+def _look_at(job: asyncio.Task[Constraint]) -> None:
+    """Takes the result of a job that nobody waits for, or asyncio would complain of its error."""
+    if not job.cancelled():
+        job.exception()
