@@ -16,20 +16,28 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Hashable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 import structlog
 
 from kvledger.constraints.source import ConstraintSource
 from kvledger.constraints.turns import Turns
-from kvledger.constraints.worker import BROKE, CLOCK_SECONDS, Verdict, frame, frame_length
+from kvledger.constraints.worker import (
+    BROKE,
+    CLOCK_SECONDS,
+    TOOK_TOO_LONG,
+    Verdict,
+    frame,
+    frame_length,
+)
 from kvledger.errors import (
     ConstraintsFull,
     ConstraintsUnavailable,
     FieldViolation,
     InvalidRequest,
     QueueFull,
+    ServerDraining,
 )
 from kvledger.tokenizer import Tokenizer
 from kvledger.tokenizer.vocabulary import is_panic
@@ -111,29 +119,46 @@ class _Worker:
 
     def __init__(self) -> None:
         self._process: asyncio.subprocess.Process | None = None
+        self._closed = False
 
     async def judge(self, vocabulary: Vocabulary, source: ConstraintSource) -> Verdict:
-        """Tries a source; BROKE, and a new process, if this one is lost of it."""
+        """Tries a source; a process that is lost on the way is replaced, once."""
+        verdict = await self._judge_if_it_lives(vocabulary, source)
+        if verdict is None:
+            verdict = await self._judge_if_it_lives(vocabulary, source)
+        return verdict if verdict is not None else replace(BROKE, lasting=False)
+
+    async def _judge_if_it_lives(
+        self, vocabulary: Vocabulary, source: ConstraintSource
+    ) -> Verdict | None:
+        """The verdict; None if the process is lost."""
         try:
             if self._process is None or self._process.returncode is not None:
                 await self._start(vocabulary)
             return await asyncio.wait_for(self._ask(source), CLOCK_SECONDS + _GRACE_SECONDS)
-        except (asyncio.TimeoutError, asyncio.IncompleteReadError, ConnectionError):
-            if self._process is not None:  # nobody stopped it
-                _log.warning("constraint_worker_lost")
+        except asyncio.TimeoutError:
+            _log.warning("constraint_worker_hangs")
             await self.stop()
-            return BROKE
+            return TOOK_TOO_LONG
+        except (asyncio.IncompleteReadError, ConnectionError):
+            _log.warning("constraint_worker_lost")
+            await self.stop()
+            return None
         except BaseException:
             await self.stop()  # what it would say next belongs to somebody else's question
             raise
 
     async def _start(self, vocabulary: Vocabulary) -> None:
+        if self._closed:
+            raise ServerDraining(_RETRY_SECONDS)
         self._process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "kvledger.constraints.worker"),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,  # the library's words may quote the client
         )
+        if self._closed:  # in the meantime; what raises here is stopped
+            raise ServerDraining(_RETRY_SECONDS)
         assert self._process.stdin is not None
         self._process.stdin.write(frame(vocabulary.pack()))
         # An empty object costs nothing to compile: its answer means that the process is ready.
@@ -151,6 +176,11 @@ class _Worker:
         await process.stdin.drain()
         length = frame_length(await process.stdout.readexactly(4))
         return Verdict(**json.loads(await process.stdout.readexactly(length)))
+
+    async def close(self) -> None:
+        """Ends the process; no other one is started."""
+        self._closed = True
+        await self.stop()
 
     async def stop(self) -> None:
         """Ends the process."""
@@ -195,7 +225,7 @@ class ConstraintCompiler:
         """The constraint of a source that keeps the limits on a request, within seconds.
 
         `client` is who waits for nobody but itself. Raises InvalidRequest, ConstraintsUnavailable,
-        ConstraintsFull or QueueFull.
+        ConstraintsFull, QueueFull or ServerDraining.
         """
         if self._unavailable is not None:
             raise ConstraintsUnavailable(self._unavailable)
@@ -215,9 +245,8 @@ class ConstraintCompiler:
 
     async def stop(self) -> None:
         """Ends the processes, and the threads once they have nothing to do."""
-        self._unavailable = "it is shutting down"
         for worker in self._workers:
-            await worker.stop()
+            await worker.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _in_turn(
@@ -240,8 +269,6 @@ class ConstraintCompiler:
         digest = source.digest
         verdict = self._verdicts.find(tenant, digest)
         if verdict is None:
-            if self._unavailable is not None:  # since it waited
-                raise ConstraintsUnavailable(self._unavailable)
             worker = self._idle.pop()
             try:
                 verdict = await worker.judge(self._vocabulary, source)

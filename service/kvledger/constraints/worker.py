@@ -67,8 +67,9 @@ def frame_length(head: bytes) -> int:
 
 def main() -> None:
     """Answers until its input ends."""
-    # Not when the server is told to stop, by a terminal, but when it has stopped.
+    # It ends when the server has ended, not when a supervisor or a terminal tells both to.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.nice(_NICENESS)
     # Imported by this process alone: a server that never sees a constraint does without.
     from kvledger.constraints.vocabulary import Vocabulary
