@@ -25,10 +25,10 @@ from typing import BinaryIO
 
 # What compiling one source may take: seconds of a processor and of a clock, bytes.
 PROCESSOR_SECONDS = 3
-CLOCK_SECONDS = 6.0
+CLOCK_SECONDS = 10.0
 MEMORY_BYTES = 256 * 1024 * 1024
 
-# Whoever computes tokens comes first.
+# Of what compiles: whoever computes tokens comes first.
 _NICENESS = 5
 # Of the thread that compiles; the threads of a server have 2 MiB or more.
 _STACK_BYTES = 1024 * 1024
@@ -70,7 +70,6 @@ def main() -> None:
     # It ends when the server has ended, not when a supervisor or a terminal tells both to.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    os.nice(_NICENESS)
     # Imported by this process alone: a server that never sees a constraint does without.
     from kvledger.constraints.vocabulary import Vocabulary
 
@@ -113,6 +112,7 @@ def _verdict(tokenizer: object, source: dict[str, str]) -> Verdict:
 
 def _compile_within_limits(tokenizer: object, source: dict[str, str], writer: int) -> None:
     """Tells the verdict, unless a limit ends the process first."""
+    os.nice(_NICENESS)
     pages, resident = _memory()
     memory = pages + MEMORY_BYTES
     seconds = int(time.process_time()) + PROCESSOR_SECONDS
