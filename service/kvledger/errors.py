@@ -54,6 +54,25 @@ class QueueFull(Exception):
         self.retry_after_seconds = retry_after_seconds
 
 
+class ConstraintsUnavailable(Exception):
+    """The request has a constraint, and this server can follow none."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"constraint: this server follows none: {why}")
+
+
+class ConstraintsFull(Exception):
+    """The constraints of open requests have all the memory that they may have."""
+
+    def __init__(self, held_bytes: int, retry_after_seconds: float) -> None:
+        super().__init__(
+            f"constraints of open requests hold {held_bytes} bytes, and this one does not fit; "
+            f"try again later"
+        )
+        self.held_bytes = held_bytes
+        self.retry_after_seconds = retry_after_seconds
+
+
 class QueueTimeout(Exception):
     """The request's own limit on waiting passed before there was room."""
 

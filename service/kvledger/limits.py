@@ -80,6 +80,9 @@ _TABLE = (
     Limit("stop.sequences.text", 1, 256, "bytes"),
     Limit("stop.min_tokens", 0, 2**31 - 1, "tokens"),
     Limit("stop.token_ids", 0, 64, "ids"),
+    Limit("constraint.json_schema", 1, 128 * 1024, "bytes"),
+    Limit("constraint.regex", 1, 8 * 1024, "bytes"),
+    Limit("constraint.lark_grammar", 1, 64 * 1024, "bytes"),
     Limit("output.top_logprobs", 0, 20, "tokens"),
     Limit("output.prompt_logprobs", 0, 20, "tokens"),
     Limit("samples", 1, 16, "samples"),
@@ -158,6 +161,8 @@ def _generate_violations(
         yield FieldViolation(
             "output.parse_chat", "is for answers to a chat; send the prompt as one"
         )
+    if request.HasField("constraint"):
+        yield from _constraint_violations(request.constraint)
     yield from _counted("priority", "priority", request.priority)
     if request.HasField("queue_timeout"):
         timeout = request.queue_timeout
@@ -341,6 +346,18 @@ def _output_violations(output: generation_pb2.OutputOptions) -> Iterator[FieldVi
         if output.final_only:
             # All of a long text's would be larger than any message.
             yield FieldViolation(field, "comes in messages of its own; output.final_only has none")
+
+
+def _constraint_violations(constraint: generation_pb2.Constraint) -> Iterator[FieldViolation]:
+    """What can be seen from outside; whether it can be compiled is found out later."""
+    kind = constraint.WhichOneof("kind")
+    if kind is None:
+        yield FieldViolation(
+            "constraint", "is empty; give json_schema, regex, lark_grammar or json_object"
+        )
+    elif kind != "json_object":
+        field = f"constraint.{kind}"
+        yield from _counted(field, field, len(getattr(constraint, kind).encode()))
 
 
 def _id_violations(

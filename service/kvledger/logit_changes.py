@@ -1,8 +1,8 @@
 """What a request's options do to the model's logits before a token is chosen.
 
-Per sequence: which tokens it has, how often each came out, biases, and the tokens that may not come
-yet. A sequence keeps its own from its first admission to its end, so nothing is lost when it is
-preempted and nothing passes to the next one in its row.
+Per sequence: which tokens it has, how often each came out, biases, the tokens that may not come
+yet, and what its constraint leaves. A sequence keeps its own from its first admission to its end,
+so nothing is lost when it is preempted and nothing passes to the next one in its row.
 
 The arithmetic is one pass over the tokens that matter, for all sequences of a step together. It
 works element by element in float32, so a sequence's logits do not depend on its neighbours.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,23 @@ import numpy.typing as npt
 _LARGEST = np.finfo(np.float32).max
 # Places for tokens of the output in a sequence that has none yet; they double.
 _FIRST_PLACES = 64
+
+
+class ConstraintState(Protocol):
+    """What a constraint leaves to one sequence; its methods raise where it is broken."""
+
+    def fill(self, words: npt.NDArray[np.int32]) -> None:
+        """Writes which tokens may come next: a bit a token, the lowest first."""
+
+    def learn(self, token: int) -> None:
+        """Takes in the token that came."""
+
+
+class Constraint(Protocol):
+    """What a sequence must match; nothing changes it."""
+
+    def start(self) -> ConstraintState:
+        """The state of a sequence that has said nothing yet."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +50,9 @@ class ChangeOptions:
     min_tokens: int = 0
     # Tokens that cannot come among the first `min_tokens`: those that would end the output.
     ending_ids: tuple[int, ...] = ()
+    constraint: Constraint | None = None
+    # Under a constraint, tokens that come only where it leaves no others.
+    last_ids: tuple[int, ...] = ()
 
     @property
     def penalizes(self) -> bool:
@@ -45,7 +66,12 @@ class ChangeOptions:
     @property
     def changes_anything(self) -> bool:
         """Whether logits are ever other than the model's."""
-        return bool(self.penalizes or self.logit_bias or (self.min_tokens and self.ending_ids))
+        return bool(
+            self.penalizes
+            or self.logit_bias
+            or (self.min_tokens and self.ending_ids)
+            or self.constraint is not None
+        )
 
 
 class LogitChanges:
@@ -57,6 +83,8 @@ class LogitChanges:
         self.bias_ids = np.array([token for token, _ in options.logit_bias], dtype=np.int64)
         self.biases = np.array([bias for _, bias in options.logit_bias], dtype=np.float32)
         self.ending_ids = np.array(options.ending_ids, dtype=np.int64)
+        self.last_ids = np.array(options.last_ids, dtype=np.int64)
+        self.state = options.constraint.start() if options.constraint is not None else None
         # Position of the first token that may end the output.
         self.open_from = len(prompt) + options.min_tokens if options.ending_ids else 0
         # Distinct tokens and how often each stands in the output: first those of the prompt, in
@@ -80,6 +108,8 @@ class LogitChanges:
 
     def learn(self, token: int) -> None:
         """Counts a token of the output."""
+        if self.state is not None:
+            self.state.learn(token)
         if not self.options.penalizes:
             return
         place = self._places.get(token)
@@ -109,7 +139,8 @@ def change_logits(
     """Changes logits in place: float32 [n, vocabulary], one row for each of `changes`.
 
     `positions` int32 [n] are those of the tokens to be chosen. What the model rules out (minus
-    infinity) stays so, and a finite logit stays finite.
+    infinity) stays so, and a finite logit stays finite. A row of a sequence with a constraint that
+    is broken raises.
     """
     _penalize(values, changes)
     rows, ids = _flat([each.bias_ids for each in changes])
@@ -119,11 +150,34 @@ def change_logits(
     nothing = np.empty(0, dtype=np.int64)
     rows, ids = _flat(
         [
-            each.ending_ids if position < each.open_from else nothing
+            each.ending_ids if position < each.open_from and each.state is None else nothing
             for each, position in zip(changes, positions.tolist(), strict=True)
         ]
     )
     values[rows, ids] = -np.inf
+    for row, (each, position) in enumerate(zip(changes, positions.tolist(), strict=True)):
+        if each.state is not None:
+            _constrain(values[row], each, each.state, position)
+
+
+def _constrain(
+    values: npt.NDArray[np.float32], changes: LogitChanges, state: ConstraintState, position: int
+) -> None:
+    """Rules out what a constraint does, in one row.
+
+    A least length yields to it: where it leaves nothing but the end, the end comes.
+    """
+    words = np.empty((len(values) + 31) // 32, dtype=np.int32)
+    state.fill(words)
+    bits = np.unpackbits(words.view(np.uint8), count=len(values), bitorder="little")
+    put_off = changes.last_ids
+    if position < changes.open_from:
+        put_off = np.concatenate((put_off, changes.ending_ids))
+    if put_off.size:
+        without = bits.copy()
+        without[put_off] = 0
+        bits = without if without.any() else bits
+    values[bits == 0] = -np.inf
 
 
 def _penalize(values: npt.NDArray[np.float32], changes: Sequence[LogitChanges]) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Callable
 import structlog
 
 from kvledger.admission import Admission
+from kvledger.constraints.compiler import ConstraintCompiler
 from kvledger.engine import Engine, StepOutcome
 from kvledger.errors import SettingRefused
 from kvledger.metrics import Metrics
@@ -65,13 +66,16 @@ class Server:
             MailboxLimits(settings.mailbox_tokens, settings.stall_timeout),
         )
         self._prompts = PromptEncoder(model.tokenizer, settings.max_queued)
+        self._constraints = ConstraintCompiler(model.tokenizer)
         self._metrics = Metrics()
         self._watch_metrics()
         self._front = Front(
             settings,
             [
                 generation_service(
-                    GenerationServicer(model, self._engine, self._admission, self._prompts)
+                    GenerationServicer(
+                        model, self._engine, self._admission, self._prompts, self._constraints
+                    )
                 ),
                 model_service(ModelServicer(model, self._prompts)),
             ],
@@ -152,6 +156,7 @@ class Server:
             self._broke = True
         self._prompts.close()
         self._close_metrics()
+        await self._constraints.stop()
         _log.info("stopped", open_requests=len(self._admission.open_requests))
         return BROKE if self._broke else 0
 

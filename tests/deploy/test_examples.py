@@ -42,6 +42,19 @@ def test_the_python_client_says_why_it_failed(server: Started) -> None:
     assert done.stderr.startswith("INVALID_ARGUMENT: ")
 
 
+def test_the_json_client_reads_what_it_asked_for(server: Started) -> None:
+    """Whoever needs an answer for a program would start from something that does not work."""
+    pytest.importorskip("llguidance", reason="the extra kvledger[grammar] is not installed")
+    client = str(EXAMPLES / "python/json_answer.py")
+    done = run([sys.executable, client, str(PROTOSET), server.address, "the"])
+    if done.returncode == 0:
+        names = [line.partition(":")[0] for line in done.stdout.splitlines()]
+        assert names == ["name", "born", "known_for"]
+    else:
+        # A model of random weights may not come to an end within max_tokens.
+        assert done.stderr == "the answer is not complete; raise max_tokens\n"
+
+
 @pytest.mark.soak
 def test_the_go_client_generates(server: Started, tmp_path: Path) -> None:
     """The same for those who generate code; it needs 300 MB of Debian packages, hence not in the

@@ -9,6 +9,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from concurrent import futures
+from pathlib import Path
 
 import grpc
 import pytest
@@ -123,6 +124,40 @@ def test_options_arrive(
     assert service.request.sampling.top_p == 0.5
     assert service.request.sampling.HasField("seed")
     assert service.request.sampling.seed == 0
+
+
+@pytest.mark.parametrize(
+    ("option", "kind", "text"),
+    [
+        ("--json-schema", "json_schema", '{"type": "object"}'),
+        ("--lark", "lark_grammar", 'start: "é"\n'),
+        ("--regex", "regex", "[a-z]+"),
+    ],
+)
+def test_what_the_answer_must_match_arrives(
+    service: FakeService, server: str, tmp_path: Path, option: str, kind: str, text: str
+) -> None:
+    """The answer would be any text."""
+    file = tmp_path / "constraint"
+    file.write_text(text, "utf-8")
+    given = text if option == "--regex" else str(file)
+    assert main(["generate", "--server", server, option, given, "a"]) == 0
+    assert service.request.constraint.WhichOneof("kind") == kind
+    assert getattr(service.request.constraint, kind) == text
+
+
+def test_a_file_that_cannot_be_read_is_told(
+    service: FakeService, server: str, tmp_path: Path, capsys: Captured
+) -> None:
+    """A traceback would come, or an answer that matches nothing."""
+    broken = tmp_path / "broken"
+    broken.write_bytes(b"\xff")
+    for path, why in ((tmp_path / "none", "No such file"), (broken, "is no text in UTF-8")):
+        assert main(["generate", "--server", server, "--json-schema", str(path), "a"]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("kvledger generate: --json-schema ")
+        assert why in error
+    assert service.requests == []
 
 
 def test_the_largest_seed_arrives(service: FakeService, server: str) -> None:

@@ -15,6 +15,8 @@ from structlog.testing import CapturingLogger
 
 from kvledger import errors
 from kvledger.errors import (
+    ConstraintsFull,
+    ConstraintsUnavailable,
     FieldViolation,
     InvalidRequest,
     ModelRefused,
@@ -37,6 +39,16 @@ EXAMPLES: dict[type, tuple[Exception, grpc.StatusCode, str]] = {
         InvalidRequest(FieldViolation("stop.max_tokens", "0"), FieldViolation("priority", "11")),
         grpc.StatusCode.INVALID_ARGUMENT,
         "FIELD_INVALID",
+    ),
+    ConstraintsUnavailable: (
+        ConstraintsUnavailable("it has none"),
+        grpc.StatusCode.FAILED_PRECONDITION,
+        "CONSTRAINTS_UNAVAILABLE",
+    ),
+    ConstraintsFull: (
+        ConstraintsFull(4096, 1.5),
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        "CONSTRAINTS_FULL",
     ),
     ModelUnknown: (ModelUnknown(), grpc.StatusCode.NOT_FOUND, "MODEL_UNKNOWN"),
     QueueFull: (QueueFull(256, 1.5), grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL"),

@@ -57,6 +57,10 @@ def told(**options: Any) -> generation_pb2.GenerateRequest:
     return generate(output=generation_pb2.OutputOptions(**options))
 
 
+def constrained(**kind: Any) -> generation_pb2.GenerateRequest:
+    return generate(constraint=generation_pb2.Constraint(**kind))
+
+
 def biased(*entries: tuple[int, float]) -> generation_pb2.GenerateRequest:
     request = generate()
     for token, bias in entries:
@@ -181,6 +185,19 @@ ROWS: dict[str, tuple[Callable[[Any], Any], str, float | None, float | None]] = 
     ),
     "stop.min_tokens": (lambda n: stop(min_tokens=n), "stop.min_tokens", None, 2**31),
     "stop.token_ids": (lambda n: stop(token_ids=[5] * n), "stop.token_ids", None, 65),
+    "constraint.json_schema": (
+        lambda n: constrained(json_schema="s" * n),
+        "constraint.json_schema",
+        0,
+        128 * 1024 + 1,
+    ),
+    "constraint.regex": (lambda n: constrained(regex="r" * n), "constraint.regex", 0, 8193),
+    "constraint.lark_grammar": (
+        lambda n: constrained(lark_grammar="l" * n),
+        "constraint.lark_grammar",
+        0,
+        64 * 1024 + 1,
+    ),
     "output.top_logprobs": (lambda n: told(top_logprobs=n), "output.top_logprobs", None, 21),
     "output.prompt_logprobs": (
         lambda n: told(prompt_logprobs=n),

@@ -18,6 +18,8 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
 from kvledger.errors import (
+    ConstraintsFull,
+    ConstraintsUnavailable,
     InvalidRequest,
     ModelUnknown,
     QueueFull,
@@ -75,6 +77,13 @@ _TABLE: dict[type, _Row] = {
         grpc.StatusCode.RESOURCE_EXHAUSTED,
         "QUEUE_FULL",
         lambda error: _quota_failure(f"{error.queued} requests are waiting"),
+        lambda error: error.retry_after_seconds,
+    ),
+    ConstraintsUnavailable: _Row(grpc.StatusCode.FAILED_PRECONDITION, "CONSTRAINTS_UNAVAILABLE"),
+    ConstraintsFull: _Row(
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        "CONSTRAINTS_FULL",
+        lambda error: _quota_failure(f"constraints hold {error.held_bytes} bytes"),
         lambda error: error.retry_after_seconds,
     ),
     QueueTimeout: _Row(

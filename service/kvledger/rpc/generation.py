@@ -10,6 +10,7 @@ from typing import Any, TypeAlias, TypeVar
 import grpc
 
 from kvledger.admission import DEV_CALLER, Admission, Ticket
+from kvledger.constraints.compiler import ConstraintCompiler
 from kvledger.engine import EndReason, Engine
 from kvledger.errors import (
     ModelUnknown,
@@ -19,13 +20,16 @@ from kvledger.errors import (
     ServerDraining,
 )
 from kvledger.limits import check_generate
+from kvledger.logit_changes import Constraint
 from kvledger.rpc.answers import answer_output
 from kvledger.rpc.calls import this_call
 from kvledger.rpc.errors import Metadata, abort
 from kvledger.rpc.prompts import PromptEncoder
 from kvledger.rpc.samples import SampleStream
 from kvledger.rpc.translation import (
+    constraint_source,
     duration,
+    ignores_end_of_text,
     prompt_messages,
     receipt_message,
     sampling_parameters,
@@ -51,12 +55,18 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     """See GenerationService in the contract."""
 
     def __init__(
-        self, model: ServedModel, engine: Engine, admission: Admission, prompts: PromptEncoder
+        self,
+        model: ServedModel,
+        engine: Engine,
+        admission: Admission,
+        prompts: PromptEncoder,
+        constraints: ConstraintCompiler,
     ) -> None:
         self._model = model
         self._engine = engine
         self._admission = admission
         self._prompts = prompts
+        self._constraints = constraints
 
     async def Generate(  # noqa: N802  # the contract's name
         self, request: generation_pb2.GenerateRequest, context: _Context
@@ -70,6 +80,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             tokenizer = self._model.tokenizer
             stop_ids = frozenset(request.stop.token_ids)
             prompt = await self._prompts.encode(request)
+            constraint = await self._constraint(request, context)
             samples = [
                 SampleStream(
                     index,
@@ -87,9 +98,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 caller=DEV_CALLER,
                 prompt=prompt,
                 max_tokens=request.stop.max_tokens if request.stop.HasField("max_tokens") else None,
-                sampling=sampling_parameters(request, tokenizer.eos_ids),
+                sampling=sampling_parameters(request, tokenizer.eos_ids, constraint),
                 priority=request.priority,
-                ignore_eos=request.stop.ignore_eos,
+                ignore_eos=ignores_end_of_text(request),
                 stop_ids=stop_ids,
                 samples=len(samples),
                 prompt_logprobs=_prompt_logprobs(request),
@@ -107,6 +118,16 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         finally:
             if stream is not None:
                 stream.close()
+
+    async def _constraint(
+        self, request: generation_pb2.GenerateRequest, context: _Context
+    ) -> Constraint | None:
+        if not request.HasField("constraint"):
+            return None
+        # Connections of one machine are one client.
+        client = context.peer().rpartition(":")[0]
+        source = constraint_source(request.constraint)
+        return await self._constraints.compile(source, DEV_CALLER.tenant, client)
 
 
 def _prompt_logprobs(request: generation_pb2.GenerateRequest) -> int | None:

@@ -8,7 +8,8 @@ from collections.abc import Collection
 from google.protobuf import duration_pb2
 
 from kvledger import _core
-from kvledger.logit_changes import ChangeOptions
+from kvledger.constraints.source import ConstraintSource
+from kvledger.logit_changes import ChangeOptions, Constraint
 from kvledger.logprobs import PromptLogprobs, TokenLogprobs
 from kvledger.rpc.answers import chat_support
 from kvledger.sampling import SamplingParameters
@@ -17,12 +18,25 @@ from kvledger.streams import Receipt
 from kvledger.v1 import generation_pb2, models_pb2
 
 
+def constraint_source(constraint: generation_pb2.Constraint) -> ConstraintSource:
+    """A validated Constraint."""
+    kind = constraint.WhichOneof("kind")
+    assert kind is not None
+    if kind == "json_object":
+        return ConstraintSource(kind)
+    text: str = getattr(constraint, kind)
+    return ConstraintSource(kind, text)
+
+
 def sampling_parameters(
-    request: generation_pb2.GenerateRequest, end_of_text: Collection[int]
+    request: generation_pb2.GenerateRequest,
+    end_of_text: Collection[int],
+    constraint: Constraint | None = None,
 ) -> SamplingParameters:
     """A validated request's options, defaults filled in; a seed is drawn where none is given.
 
-    `end_of_text` are the tokens that end every text of the model.
+    `end_of_text` are the tokens that end every text of the model; `constraint` is the request's,
+    compiled.
     """
     options, output = request.sampling, request.output
     return SamplingParameters(
@@ -31,7 +45,7 @@ def sampling_parameters(
         top_p=options.top_p if options.HasField("top_p") else 1.0,
         min_p=options.min_p,
         seed=options.seed if options.HasField("seed") else secrets.randbits(64),
-        changes=_change_options(options, request.stop, end_of_text),
+        changes=_change_options(options, request.stop, end_of_text, constraint),
         top_logprobs=output.top_logprobs if output.HasField("top_logprobs") else None,
     )
 
@@ -40,6 +54,7 @@ def _change_options(
     options: generation_pb2.SamplingOptions,
     stop: generation_pb2.StopOptions,
     end_of_text: Collection[int],
+    constraint: Constraint | None,
 ) -> ChangeOptions:
     penalty = options.repetition_penalty if options.HasField("repetition_penalty") else 1.0
     ending_ids: set[int] = set()
@@ -53,7 +68,17 @@ def _change_options(
         logit_bias=tuple((entry.token_id, entry.bias) for entry in options.logit_bias),
         min_tokens=stop.min_tokens,
         ending_ids=tuple(sorted(ending_ids)),
+        constraint=constraint,
+        last_ids=tuple(sorted(end_of_text)) if constraint is not None and stop.ignore_eos else (),
     )
+
+
+def ignores_end_of_text(request: generation_pb2.GenerateRequest) -> bool:
+    """Whether the end-of-text token ends nothing.
+
+    With a constraint it does: with ignore_eos too, it comes only where nothing else can.
+    """
+    return request.stop.ignore_eos and not request.HasField("constraint")
 
 
 def logprobs_message(logprobs: TokenLogprobs) -> generation_pb2.TokenLogprobs:

@@ -312,6 +312,11 @@ class Tokenizer:
         return frozenset(self._control_texts)
 
     @property
+    def control_texts(self) -> Mapping[int, str]:
+        """How control tokens are written, by id."""
+        return self._control_texts
+
+    @property
     def eos_ids(self) -> frozenset[int]:
         """Ids that end an answer; all are control ids."""
         return self._vocabulary.end_ids
