@@ -293,7 +293,18 @@ async def serving(
 
     `credentials` are those of the harness's own channel, for a server with TLS.
     """
-    harness = ServerHarness(*arguments, **core_changes)
+    async with running(ServerHarness(*arguments, **core_changes), credentials) as harness:
+        yield harness
+
+
+_Harness = TypeVar("_Harness", bound=ServerHarness)
+
+
+@asynccontextmanager
+async def running(
+    harness: _Harness, credentials: grpc.ChannelCredentials | None = None
+) -> AsyncIterator[_Harness]:
+    """The server of a harness, running."""
     with _spied(harness), _process_settings_kept():
         harness.server = Server(harness.settings, harness.model)
         ready = asyncio.Event()
