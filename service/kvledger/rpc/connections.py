@@ -33,6 +33,9 @@ def options(max_connections: int) -> tuple[tuple[str, int], ...]:
         ("grpc.http2.write_buffer_size", WRITE_BUFFER_BYTES),
         ("grpc.keepalive_time_ms", KEEPALIVE_SECONDS * 1000),
         ("grpc.keepalive_timeout_ms", KEEPALIVE_ANSWER_SECONDS * 1000),
+        # gRPC also pings to measure the line, and while that waits for an answer, by itself for a
+        # minute, it does not ask whether anybody is there.
+        ("grpc.http2.ping_timeout_ms", KEEPALIVE_ANSWER_SECONDS * 1000),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", CLIENT_PING_SECONDS_MIN * 1000),
         ("grpc.http2.max_pings_without_data", 0),
