@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "core/check.h"
+#include "core/make_room.h"
 
 namespace kvledger {
 namespace {
@@ -31,6 +32,7 @@ Engine::Engine(const EngineSettings& settings, Nanoseconds now)
       plan_(settings.scheduler.token_budget, settings.scheduler.sequences_max,
             settings.scheduler.token_budget) {
   KVL_CHECK_GE(sequence_tokens_max_, 2);
+  ended_in_step_.reserve(static_cast<std::size_t>(settings.scheduler.sequences_max));
 }
 
 Engine::~Engine() {
@@ -52,15 +54,29 @@ bool Engine::accept(const Arrival& arrival, std::span<const Token> prompt) {
     report_.refusals.push_back(Refusal{arrival.id.value(), tokens, sequence_tokens_max_ - 1});
     return false;
   }
-  auto sequence = std::make_unique<Sequence>(
-      arrival, std::vector<Token>(prompt.begin(), prompt.end()), ledger_.open(arrival.tenant));
-  scheduler_.enqueue(*sequence);
-  sequences_.emplace(arrival.id, std::move(sequence));
+  make_room(report_.receipts, report_.receipts.size() + sequences_.size() + 1);
+  std::vector<Token> copied(prompt.begin(), prompt.end());
+  const auto place = sequences_.try_emplace(arrival.id).first;
+  std::optional<RequestAccount> account;
+  try {
+    account = ledger_.open(arrival.tenant);
+    place->second = std::make_unique<Sequence>(arrival, std::move(copied), *account);
+    scheduler_.enqueue(*place->second);
+  } catch (...) {
+    sequences_.erase(place);
+    if (account) {
+      ledger_.close(*account);
+    }
+    throw;
+  }
   return true;
 }
 
 const StepPlan& Engine::plan(Nanoseconds now) {
   KVL_CHECK(!uncommitted_.has_value());
+  const auto rows = static_cast<std::size_t>(settings_.scheduler.sequences_max);
+  make_room(report_.admissions, report_.admissions.size() + rows);
+  make_room(report_.preemptions, report_.preemptions.size() + rows);
   ledger_.advance(now);
   const StepId step{steps_ + 1};
   plan_.begin(step);
@@ -79,6 +95,12 @@ const StepPlan& Engine::plan(Nanoseconds now) {
 
 void Engine::commit(StepId step, std::span<const Token> tokens,
                     std::span<const std::int32_t> offsets, Nanoseconds now) {
+  make_room(report_.tokens, report_.tokens.size() + tokens.size());
+  for (const Chunk& chunk : scheduler_.chunks()) {
+    if (chunk.sequence->state != Sequence::State::kEnded) {
+      make_room(chunk.sequence->tokens, chunk.sequence->tokens.size() + tokens.size());
+    }
+  }
   settle_step(step, now);
   scheduler_.observe(ledger_.now() - planned_at_);
   const StepPlanView& view = plan_.view();
@@ -168,8 +190,9 @@ void Engine::settle_step(StepId step, Nanoseconds now) {
 }
 
 const StepReport& Engine::take_report() {
+  taken_.clear();
+  make_room(taken_.receipts, sequences_.size());  // whoever ends next gets one
   std::swap(report_, taken_);
-  report_.clear();
   return taken_;
 }
 

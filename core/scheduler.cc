@@ -1,8 +1,10 @@
 #include "core/scheduler.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "core/check.h"
+#include "core/make_room.h"
 
 namespace kvledger {
 namespace {
@@ -42,7 +44,9 @@ BlockCount Scheduler::blocks_for(std::int64_t tokens) const noexcept {
 
 void Scheduler::enqueue(Sequence& sequence) {
   sequence.rank = sequence.arrived_at + sequence.priority * settings_.aging_per_priority;
-  await(sequence);
+  make_room(spare_, spare_.size() + waiting_.size() + 1);
+  waiting_.insert(&sequence);
+  sequence.state = Sequence::State::kWaiting;
 }
 
 void Scheduler::await(Sequence& sequence) {
@@ -50,8 +54,22 @@ void Scheduler::await(Sequence& sequence) {
   if (sequence.paused) {
     ++parked_;
   } else {
-    waiting_.insert(&sequence);
+    join_waiting(sequence);
   }
+}
+
+void Scheduler::join_waiting(Sequence& sequence) {
+  KVL_CHECK(!spare_.empty());
+  Waiting::node_type node = std::move(spare_.back());
+  spare_.pop_back();
+  node.value() = &sequence;
+  waiting_.insert(std::move(node));
+}
+
+void Scheduler::leave_waiting(Sequence& sequence) {
+  Waiting::node_type node = waiting_.extract(&sequence);
+  KVL_CHECK(!node.empty());
+  spare_.push_back(std::move(node));
 }
 
 void Scheduler::pause(Sequence& sequence) {
@@ -60,7 +78,7 @@ void Scheduler::pause(Sequence& sequence) {
   }
   sequence.paused = true;
   if (sequence.state == Sequence::State::kWaiting) {
-    KVL_CHECK_EQ(waiting_.erase(&sequence), 1U);
+    leave_waiting(sequence);
     ++parked_;
   } else {
     ++paused_running_;
@@ -74,7 +92,7 @@ void Scheduler::resume(Sequence& sequence) {
   sequence.paused = false;
   if (sequence.state == Sequence::State::kWaiting) {
     --parked_;
-    waiting_.insert(&sequence);
+    join_waiting(sequence);
   } else {
     --paused_running_;
   }
@@ -274,7 +292,7 @@ void Scheduler::admit_chosen(Nanoseconds now, StepReport& report) {
     sequence.row = tables_.take_row();
     sequence.state = Sequence::State::kRunning;
     sequence.spend(now, Sequence::Activity::kPrefill);
-    waiting_.erase(&sequence);
+    leave_waiting(sequence);
     running_.insert(std::upper_bound(running_.begin(), running_.end(), &sequence, ByRank{}),
                     &sequence);
     report.admissions.push_back(Admission{sequence.id.value(), sequence.times.queued,
@@ -319,12 +337,14 @@ void Scheduler::remove(Sequence& sequence) {
     if (sequence.paused) {
       --parked_;
     } else {
-      KVL_CHECK_EQ(waiting_.erase(&sequence), 1U);
+      leave_waiting(sequence);
     }
   } else {
     KVL_CHECK_EQ(sequence.state, Sequence::State::kRunning);
     leave_running(sequence);
   }
+  KVL_CHECK(!spare_.empty());
+  spare_.pop_back();
   sequence.state = Sequence::State::kEnded;
 }
 

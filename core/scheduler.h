@@ -71,7 +71,8 @@ class Scheduler {
   Scheduler(const SchedulerSettings& settings, std::int32_t slots_per_block,
             std::int64_t tokens_max, BlockPool& pool, BlockTables& tables);
 
-  // Adds a new sequence to the queue. The scheduler keeps the address until remove().
+  // Adds a new sequence to the queue. The scheduler keeps the address until remove(). It takes the
+  // memory for all that can happen to the sequence; nothing else here allocates.
   void enqueue(Sequence& sequence);
 
   // Fills `plan` with the next step and says in `report` who was admitted or preempted.
@@ -115,6 +116,8 @@ class Scheduler {
   void emit(StepPlan& plan);
 
   void await(Sequence& sequence);
+  void join_waiting(Sequence& sequence);
+  void leave_waiting(Sequence& sequence);
   bool grow(std::size_t& index, std::int64_t tokens, Nanoseconds now, StepPlan& plan,
             StepReport& report);
   std::size_t victim_for(std::size_t index) const;
@@ -138,7 +141,11 @@ class Scheduler {
   BlockPool& pool_;
   BlockTables& tables_;
 
-  std::set<Sequence*, ByRank> waiting_;
+  using Waiting = std::set<Sequence*, ByRank>;
+
+  Waiting waiting_;
+  // A node for every sequence that is not in `waiting_`: coming back to it allocates nothing.
+  std::vector<Waiting::node_type> spare_;
   std::int64_t parked_ = 0;          // waiting and paused: in no list
   std::vector<Sequence*> running_;   // by rank
   std::int64_t paused_running_ = 0;  // of them
