@@ -133,6 +133,12 @@ def json_bytes(value: Any) -> bytes:
     return json.dumps(value, ensure_ascii=True).encode()
 
 
+def check_sentence(sentence: str) -> None:
+    """That a refusal is one line, and no page."""
+    assert "\n" not in sentence, sentence
+    assert 5 < len(sentence) < 700, sentence
+
+
 def drive(
     name: str, target: Callable[[random.Random], str], arguments: list[str] | None = None
 ) -> Counter[str]:
@@ -162,7 +168,6 @@ def drive(
             sys.exit(1)
         slowest = max(slowest, taken)
     counts = ", ".join(f"{outcome} {count}" for outcome, count in outcomes.most_common())
-    print(
-        f"{name}: runs {options.runs}, seed {options.seed}, slowest {slowest * 1e3:.1f} ms; {counts}"
-    )
+    print(f"{name}: runs {options.runs}, seed {options.seed}; {counts}")
+    print(f"{name}: slowest {slowest * 1e3:.1f} ms")
     return outcomes

@@ -118,4 +118,4 @@ def test_a_template_that_raises_what_it_may_not_is_found(monkeypatch: pytest.Mon
 def test_a_refused_model_is_one_sentence() -> None:
     """An operator would read pages."""
     with pytest.raises(AssertionError):
-        model_folder._check_sentence(str(ModelRefused("two\nlines")))
+        driver.check_sentence(str(ModelRefused("two\nlines")))

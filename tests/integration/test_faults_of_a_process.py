@@ -1,4 +1,4 @@
-"""Faults that only a process of its own can have: logs that block, devices, descriptors, signals."""
+"""Faults that only a process of its own can have: logs that block, lost devices, signals."""
 
 from __future__ import annotations
 

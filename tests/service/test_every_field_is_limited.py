@@ -1,4 +1,4 @@
-"""The contract's requests field by field: each has a limit in the one table, or a reason for none."""
+"""Requests field by field: each has a limit in the one table, or a reason for none."""
 
 from __future__ import annotations
 

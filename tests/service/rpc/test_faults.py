@@ -1,4 +1,4 @@
-"""Faults that are injected into a whole server over a real, tiny model; docs/testing.md lists them."""
+"""Faults injected into a whole server over a real, tiny model; docs/testing.md lists them."""
 
 from __future__ import annotations
 
@@ -225,20 +225,24 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
         yield save_folder(tmp_path / "tiny", hub_model(HubShape("llama")))
 
 
+def damage(model: Path, fault: str) -> None:
+    """Does something to every file of a model."""
+    for path in [model] if model.is_file() else [*model.iterdir()]:
+        if fault == "cut":
+            os.truncate(path, 10)
+        elif fault == "overwritten":
+            with path.open("r+b") as file:
+                file.write(b"\xff" * path.stat().st_size)
+        else:
+            path.unlink()
+
+
 @pytest.mark.parametrize("fault", ["cut", "overwritten", "removed"])
 async def test_a_model_file_that_changes_changes_nothing(model: Path, fault: str) -> None:
     """A server that reads through a mapping would die of SIGBUS, or serve somebody else's bytes."""
     async with running_server(TinyServer(model, "--kv-blocks", "64")) as server:
         before = (await server.answer(**PLAIN)).text
-        files = [model] if model.is_file() else [path for path in model.iterdir() if path.is_file()]
-        for path in files:
-            if fault == "cut":
-                os.truncate(path, 10)
-            elif fault == "overwritten":
-                with path.open("r+b") as file:
-                    file.write(b"\xff" * path.stat().st_size)
-            else:
-                path.unlink()
+        damage(model, fault)
         for _ in range(3):
             assert (await server.answer(**PLAIN)).text == before
         assert (await server.answer(**LONG)).reason == "LENGTH"
