@@ -1,8 +1,8 @@
 """Counts the items of a message's lists before it is decoded.
 
-Decoded, an empty message of two bytes takes fifty, so one call of 4 MiB could take a hundred. Where a
-list is longer than its limit (limits.py), nothing of it is decoded. What is counted is only what the
-limits name, and counting ends with the first item too many, so it costs little.
+Decoded, an empty message of two bytes takes fifty, so one call of 4 MiB could take a hundred.
+Where a list is longer than its limit (limits.py), nothing of it is decoded. Only what the limits
+name is counted, and counting ends with the first item too many, so it costs little.
 """
 
 from __future__ import annotations
