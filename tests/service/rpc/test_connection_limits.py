@@ -54,7 +54,7 @@ async def test_pings_within_the_limit_are_fine(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("kvledger.rpc.connections.CLIENT_PING_SECONDS_MIN", 1)
     async with serving() as server:
         server.gate()  # nothing is sent meanwhile
-        assert not await _goes_away(server, interval=1.1, pings=5)
+        assert not await _goes_away(server, interval=1.6, pings=4)
         assert await _goes_away(server, interval=0.01, pings=100), "what pings too often is not"
 
 
