@@ -71,6 +71,8 @@ def draw(asked: list[pb.GenerateRequest], seed: int, number: int) -> Drawn:
         _spoil(chance, message)
     if manner == Manner.SLOW:
         seconds = chance.uniform(0.0, 0.02)
+    if manner == Manner.STALLS:
+        seconds = chance.uniform(0.0, 4.0)
     return Drawn(place, message, manner, chance.randint(0, 6), seconds)
 
 

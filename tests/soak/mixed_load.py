@@ -50,7 +50,9 @@ _CHANNELS = 4
 # Small enough that prompts are chunked and sequences preempted.
 PRESSED = (
     *("--kv-blocks", "64", "--token-budget", "24", "--max-sequences", "16", "--max-queued", "64"),
-    *("--mailbox-tokens", "8", "--stall-timeout", "0.3", "--block-tokens", "16"),
+    *("--mailbox-tokens", "8", "--stall-timeout", "2.0", "--block-tokens", "16"),
+    # A level of priority is worth little, or the last would rightly wait for minutes.
+    *("--priority-aging", "0.05"),
     *("--threads", "1"),  # a tiny model shares out nothing
 )
 _ALONE = ("--kv-blocks", "256", "--token-budget", "512", "--max-sequences", "4")
@@ -223,19 +225,22 @@ class Load:
         received = Received()
         timeout = drawn.seconds if drawn.manner == Manner.DEADLINE else None
         call = stub.Generate(drawn.message, timeout=timeout)
+        cancelled = False
         if drawn.manner == Manner.CANCELS and drawn.messages == 0:
             await asyncio.sleep(drawn.seconds / 20)
-            call.cancel()
+            cancelled = call.cancel()
         try:
             async for response in call:
                 received.take(response)
                 if drawn.manner == Manner.CANCELS and len(received.kinds) == drawn.messages:
-                    call.cancel()
+                    cancelled = call.cancel()
                 elif drawn.manner == Manner.SLOW:
                     await asyncio.sleep(drawn.seconds)
-        except (grpc.aio.AioRpcError, asyncio.CancelledError):
-            if not call.done():  # the watchdog, not the server
+        except asyncio.CancelledError:
+            if not cancelled:  # by the watchdog, not by the caller
                 raise
+        except grpc.aio.AioRpcError:
+            pass
         received.code = (await call.code()).name
         return received
 
