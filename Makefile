@@ -11,7 +11,7 @@ help:
 	@echo "make serve     build, fetch the default model, serve on 127.0.0.1:50051"
 	@echo "make test      build and run all tests of the fast tier"
 	@echo "make check     linters, types and the contract's compatibility"
-	@echo "make sanitize  the core's tests under AddressSanitizer and UBSan"
+	@echo "make sanitize  the core's tests under AddressSanitizer and UBSan, its threads under TSan"
 	@echo "make soak      the long runs (an hour or more)"
 	@echo "make clean     remove what was built"
 
@@ -32,6 +32,7 @@ check:
 sanitize:
 	@tools/setup.sh test
 	@tools/core_tests.sh build/sanitized address,undefined
+	@tools/thread_tests.sh build/threads
 
 soak:
 	@tools/setup.sh check

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "core/check.h"
+#include "core/make_room.h"
 
 namespace kvledger {
 namespace {
@@ -29,8 +30,10 @@ Engine::Engine(const EngineSettings& settings, Nanoseconds now)
       scheduler_(settings.scheduler, settings.slots_per_block, sequence_tokens_max_, pool_,
                  tables_),
       plan_(settings.scheduler.token_budget, settings.scheduler.sequences_max,
-            settings.scheduler.token_budget) {
+            settings.scheduler.token_budget +
+                settings.scheduler.sequences_max * table_width(settings).value()) {
   KVL_CHECK_GE(sequence_tokens_max_, 2);
+  ended_in_step_.reserve(static_cast<std::size_t>(settings.scheduler.sequences_max));
 }
 
 Engine::~Engine() {
@@ -47,6 +50,9 @@ bool Engine::accept(const Arrival& arrival, std::span<const Token> prompt) {
   const auto tokens = static_cast<std::int64_t>(prompt.size());
   KVL_CHECK_GE(arrival.samples, 1);
   KVL_CHECK_LE(arrival.samples, kSamplesMax);
+  for (std::uint64_t i = 0; i < static_cast<std::uint64_t>(arrival.samples); ++i) {
+    KVL_CHECK(!sequences_.contains(SequenceId{arrival.id.value() + i}));
+  }
   KVL_CHECK_GE(arrival.priority, -kPriorityMax);
   KVL_CHECK_LE(arrival.priority, kPriorityMax);
   KVL_CHECK_GE(arrival.output_tokens_max, 1);
@@ -54,21 +60,38 @@ bool Engine::accept(const Arrival& arrival, std::span<const Token> prompt) {
     report_.refusals.push_back(Refusal{arrival.id.value(), tokens, sequence_tokens_max_ - 1});
     return false;
   }
-  const auto request = std::make_shared<Request>(arrival.id, ledger_.open(arrival.tenant));
-  for (std::uint64_t i = 0; i < static_cast<std::uint64_t>(arrival.samples); ++i) {
-    auto sequence = std::make_unique<Sequence>(
-        arrival, std::vector<Token>(prompt.begin(), prompt.end()), request, i);
-    request->samples.push_back(sequence.get());
-    const SequenceId id = sequence->id;
-    KVL_CHECK(sequences_.emplace(id, std::move(sequence)).second);
+  const auto samples = static_cast<std::uint64_t>(arrival.samples);
+  make_room(report_.receipts, report_.receipts.size() + sequences_.size() + 1);
+  make_room(ended_, ended_.size() + sequences_.size() + samples);
+  const RequestAccount account = ledger_.open(arrival.tenant);
+  std::uint64_t made = 0;
+  try {
+    const auto request = std::make_shared<Request>(arrival.id, account);
+    request->samples.reserve(samples);
+    for (; made < samples; ++made) {
+      auto sequence = std::make_unique<Sequence>(
+          arrival, std::vector<Token>(prompt.begin(), prompt.end()), request, made);
+      request->samples.push_back(sequence.get());
+      const SequenceId id = sequence->id;
+      sequences_.emplace(id, std::move(sequence));
+    }
+    scheduler_.enqueue(*request);
+  } catch (...) {
+    for (std::uint64_t i = 0; i < made; ++i) {
+      sequences_.erase(SequenceId{arrival.id.value() + i});
+    }
+    ledger_.close(account);
+    throw;
   }
-  scheduler_.enqueue(*request);
   return true;
 }
 
 const StepPlan& Engine::plan(Nanoseconds now) {
   KVL_CHECK(!uncommitted_.has_value());
   ended_.clear();
+  const auto rows = static_cast<std::size_t>(settings_.scheduler.sequences_max);
+  make_room(report_.admissions, report_.admissions.size() + rows);
+  make_room(report_.preemptions, report_.preemptions.size() + rows);
   ledger_.advance(now);
   const StepId step{steps_ + 1};
   plan_.begin(step);
@@ -88,6 +111,12 @@ const StepPlan& Engine::plan(Nanoseconds now) {
 
 void Engine::commit(StepId step, std::span<const Token> tokens,
                     std::span<const std::int32_t> offsets, Nanoseconds now) {
+  make_room(report_.tokens, report_.tokens.size() + tokens.size());
+  for (const Chunk& chunk : scheduler_.chunks()) {
+    if (chunk.sequence->state != Sequence::State::kEnded) {
+      make_room(chunk.sequence->tokens, chunk.sequence->tokens.size() + tokens.size());
+    }
+  }
   settle_step(step, now);
   scheduler_.observe(ledger_.now() - planned_at_);
   const StepPlanView& view = plan_.view();
@@ -178,8 +207,9 @@ void Engine::settle_step(StepId step, Nanoseconds now) {
 }
 
 const StepReport& Engine::take_report() {
+  taken_.clear();
+  make_room(taken_.receipts, sequences_.size());  // whoever ends next gets one
   std::swap(report_, taken_);
-  report_.clear();
   return taken_;
 }
 

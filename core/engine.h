@@ -11,6 +11,10 @@
 // One step may be uncommitted at a time. Every request that was accepted yields exactly one
 // receipt, when its last sequence has ended. All calls come from one thread and take the time from
 // the caller; a clock that jumps back stands still here.
+//
+// Where memory ends, accept(), plan(), commit() and take_report() throw std::bad_alloc with nothing
+// changed; abandon(), end(), pause() and resume() allocate nothing. So the books can always be
+// closed.
 
 #pragma once
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "core/check.h"
+#include "core/make_room.h"
 
 namespace kvledger {
 namespace {
@@ -50,16 +51,18 @@ void Ledger::advance(Nanoseconds now) noexcept {
 }
 
 RequestAccount Ledger::open(TenantId id) {
+  Tenant& holder = tenant(id);
   if (closed_.empty()) {
-    closed_.push_back(RequestAccount{static_cast<std::uint32_t>(requests_.size())});
+    make_room(closed_, requests_.size() + 1);  // closing all of them allocates nothing
     requests_.emplace_back();
+    closed_.push_back(RequestAccount{static_cast<std::uint32_t>(requests_.size() - 1)});
   }
   const RequestAccount account = closed_.back();
   closed_.pop_back();
   Request& opened = requests_[account.value()];
   opened = Request{};
   opened.tenant_id = id;
-  opened.tenant = &tenant(id);
+  opened.tenant = &holder;
   opened.held.since = now_;
   opened.reserved.since = now_;
   opened.open = true;

@@ -1,8 +1,10 @@
 #include "core/scheduler.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "core/check.h"
+#include "core/make_room.h"
 
 namespace kvledger {
 namespace {
@@ -31,14 +33,26 @@ Scheduler::Scheduler(const SchedulerSettings& settings, std::int32_t slots_per_b
   const auto rows = static_cast<std::size_t>(settings.sequences_max);
   running_.reserve(rows);
   chunks_.reserve(rows);
+  leaders_.reserve(rows);
   candidates_.reserve(rows + kLookahead);
   passed_over_.reserve(kLookahead);
 }
 
 void Scheduler::enqueue(Request& request) {
-  for (Sequence* sequence : request.samples) {
-    sequence->rank = sequence->arrived_at + sequence->priority * settings_.aging_per_priority;
-    join_queue(*sequence);
+  make_room(spare_, spare_.size() + waiting_.size() + request.samples.size());
+  std::size_t joined = 0;
+  try {
+    for (Sequence* sequence : request.samples) {
+      sequence->rank = sequence->arrived_at + sequence->priority * settings_.aging_per_priority;
+      waiting_.insert(sequence);
+      sequence->state = Sequence::State::kWaiting;
+      ++joined;
+    }
+  } catch (...) {
+    for (std::size_t i = 0; i < joined; ++i) {
+      waiting_.erase(request.samples[i]);
+    }
+    throw;
   }
   arrange(request);
 }
@@ -48,16 +62,22 @@ void Scheduler::join_queue(Sequence& sequence) {
   if (sequence.paused || sequence.held_back) {
     ++parked_;
   } else {
-    waiting_.insert(&sequence);
+    KVL_CHECK(!spare_.empty());
+    Waiting::node_type node = std::move(spare_.back());
+    spare_.pop_back();
+    node.value() = &sequence;
+    waiting_.insert(std::move(node));
   }
 }
 
 void Scheduler::leave_queue(Sequence& sequence) {
   if (sequence.paused || sequence.held_back) {
     --parked_;
-  } else {
-    KVL_CHECK_EQ(waiting_.erase(&sequence), 1U);
+    return;
   }
+  Waiting::node_type node = waiting_.extract(&sequence);
+  KVL_CHECK(!node.empty());
+  spare_.push_back(std::move(node));
 }
 
 void Scheduler::arrange(Request& request) {
@@ -345,11 +365,7 @@ void Scheduler::run(Sequence& sequence, Nanoseconds now, std::int64_t shared_tok
 }
 
 void Scheduler::emit(Nanoseconds now, StepPlan& plan, StepReport& report) {
-  struct Leader {
-    const Sequence* sequence;
-    std::int32_t token;
-  };
-  std::vector<Leader> leaders;  // whose prompts are complete with this step; seldom any
+  leaders_.clear();
   const std::size_t chosen_chunks = chunks_.size();
   std::int32_t planned = 0;
   for (std::size_t i = 0; i < chosen_chunks; ++i) {
@@ -369,13 +385,13 @@ void Scheduler::emit(Nanoseconds now, StepPlan& plan, StepReport& report) {
     planned += static_cast<std::int32_t>(tokens);
     if (sequence.request->is_shared() && sequence.output_count() == 0 &&
         tokens == sequence.pending() && !is_protected(sequence)) {
-      leaders.push_back(Leader{&sequence, planned - 1});
+      leaders_.push_back(Leader{&sequence, planned - 1});
     }
   }
   if (chosen_chunks == decode_chunks_) {
     plan.begin_prefill();
   }
-  for (const Leader& leader : leaders) {
+  for (const Leader& leader : leaders_) {
     fork_samples(*leader.sequence, leader.token, now, plan, report);
   }
 }
@@ -409,6 +425,8 @@ void Scheduler::remove(Sequence& sequence) {
     KVL_CHECK_EQ(sequence.state, Sequence::State::kRunning);
     leave_running(sequence);
   }
+  KVL_CHECK(!spare_.empty());
+  spare_.pop_back();
   sequence.state = Sequence::State::kEnded;
   Request& request = *sequence.request;
   std::erase(request.samples, &sequence);

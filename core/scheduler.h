@@ -80,7 +80,7 @@ class Scheduler {
             std::int64_t tokens_max, BlockPool& pool, BlockTables& tables);
 
   // Adds the samples of a new request to the queue. The scheduler keeps their addresses until
-  // remove().
+  // remove(). It takes the memory for all that can happen to them; nothing else here allocates.
   void enqueue(Request& request);
 
   // Fills `plan` with the next step and says in `report` who was admitted or preempted.
@@ -156,12 +156,22 @@ class Scheduler {
   static Candidate candidate(Sequence& waiting) noexcept;
 
   const SchedulerSettings settings_;
+  // A sample whose prompt is complete with this step, and the plan's token at its end.
+  struct Leader {
+    const Sequence* sequence = nullptr;
+    std::int32_t token = 0;
+  };
+
   const std::int64_t tokens_max_;
   BlockPool& pool_;
   BlockTables& tables_;
   SequenceBlocks blocks_;
 
-  std::set<Sequence*, ByRank> waiting_;
+  using Waiting = std::set<Sequence*, ByRank>;
+
+  Waiting waiting_;
+  // A node for every sequence that is not in `waiting_`: coming back to it allocates nothing.
+  std::vector<Waiting::node_type> spare_;
   std::int64_t parked_ = 0;          // waiting, and paused or held back: in no list
   std::vector<Sequence*> running_;   // by rank
   std::int64_t paused_running_ = 0;  // of them
@@ -170,6 +180,7 @@ class Scheduler {
   std::vector<Candidate> candidates_;
   std::vector<Sequence*> passed_over_;
   std::vector<Chunk> chunks_;
+  std::vector<Leader> leaders_;
   std::size_t decode_chunks_ = 0;
 
   StepTimeModel step_time_;

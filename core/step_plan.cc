@@ -61,8 +61,9 @@ StepPlan::StepPlan(std::int64_t tokens_max, std::int64_t sequences_max, std::int
   reserve(sequences_max + 1, rows_, query_start_, context_length_, adapters_);
   reserve(sequences_max, logit_tokens_, logit_rows_);
   reserve(deltas_max, delta_rows_, delta_indices_, delta_blocks_);
-  reserve(sequences_max, copy_from_, copy_to_);
-  reserve(kStepPlanHeaderWords + 2 * tokens_max + 8 * sequences_max + 1 + 3 * deltas_max, buffer_);
+  // One for each that decodes, and for each that begins in a row that somebody had to leave.
+  reserve(2 * sequences_max, copy_from_, copy_to_);
+  reserve(kStepPlanHeaderWords + 2 * tokens_max + 10 * sequences_max + 1 + 3 * deltas_max, buffer_);
 }
 
 void StepPlan::begin(StepId step) {

@@ -1,5 +1,6 @@
 #!/bin/sh
-# The long runs: an hour or more on two cores. docs/testing.md says when they last ran.
+# The long runs: hours on two cores. docs/testing.md says when they last ran. SEED, FUZZ_RUNS, REQUESTS
+# and MINUTES change their lengths.
 set -eu
 cd "$(dirname "$0")/.."
 root=$PWD
@@ -33,6 +34,21 @@ if command -v clang++ > /dev/null 2>&1; then
 else
   say "skipped: libFuzzer needs clang++ (Debian: clang libclang-rt-dev)"
 fi
+
+say "model folders, chat templates and requests: mutations, replayable by seed"
+python tests/fuzz/model_folder.py --runs "${FUZZ_RUNS:-100000}" --seed "${SEED:-1}"
+python tests/fuzz/chat_templates.py --runs "${FUZZ_RUNS:-100000}" --seed "${SEED:-1}"
+python tests/fuzz/generate_requests.py --runs "${FUZZ_RUNS:-100000}" --seed "${SEED:-1}"
+python tests/fuzz/generate_requests.py --runs 1000000 --seed "${SEED:-1}" --no-server
+
+say "mixed requests: each answer as alone, one receipt each, the books after every step"
+python tests/soak/mixed_load.py --requests "${REQUESTS:-100000}" --seed "${SEED:-1}"
+
+say "drift: memory, descriptors, threads and blocks after an hour as after a quarter of one"
+python tests/soak/drift.py --minutes "${MINUTES:-60}" --seed "${SEED:-1}"
+
+say "very many connections"
+python -m pytest -q --soak -rP -k "connections" tests/integration/test_faults_of_a_process.py
 
 say "golden prompts with every instruction set"
 for set in portable avx2 avx512; do

@@ -19,6 +19,7 @@ import numpy.typing as npt
 import structlog
 
 from kvledger import _core
+from kvledger.errors import DeviceLost
 from kvledger.logit_changes import LogitChanges
 from kvledger.logprobs import PromptLogprobs, TokenLogprobs
 from kvledger.models.llama import Llama
@@ -167,6 +168,7 @@ class Engine:
         self._pauses: dict[int, bool] = {}  # what was asked last, by sequence
         self._stopping = False
         self._open: dict[int, _Open] = {}
+        self._uncommitted: int | None = None  # the step that is being computed
         self._owners: dict[int, int] = {}  # sequence that was admitted to a row last, by row
         self._scores = PromptScores()
         self._stoppable: set[int] = set()  # sequences with tokens of their own that end them
@@ -248,8 +250,28 @@ class Engine:
         except BaseException:
             try:
                 _log.exception("engine_died")
+                self._close_the_books()
+            except BaseException:
+                _log.exception("books_left_open")
             finally:
                 self._on_death()
+
+    def _close_the_books(self) -> None:
+        """Ends what the core still has, so that everybody gets a receipt for what it took.
+
+        Whatever ended the loop may have done so in the middle of a posting: then no receipt is
+        better than a wrong one.
+        """
+        now = time.monotonic_ns()
+        if self._uncommitted is not None:
+            self._publish(StepOutcome(self._core.abandon(self._uncommitted, now)))
+        if wrong := self._core.audit():
+            _log.error("books_disagree", reason=wrong)
+            return
+        ids = np.array(sorted(self._open), dtype=np.uint64)
+        reasons = np.full(len(ids), EndReason.FAILED, dtype=np.uint8)
+        _, report = self._core.plan(now, None, ids, reasons)
+        self._publish(StepOutcome(report))
 
     def _beat(self) -> None:
         self._last_beat = time.monotonic()
@@ -268,6 +290,7 @@ class Engine:
         plan, report = self._core.plan(
             time.monotonic_ns(), _as_arrays(arrivals), ids, reasons, pauses, resumes
         )
+        self._uncommitted = plan.step if plan.tokens else None
         for sequence, row in report.admissions[["sequence", "row"]].tolist():
             self._admit(sequence, row)
         self._hand_out(report)
@@ -275,13 +298,18 @@ class Engine:
             return False
         try:
             tokens, logprobs = self._compute(plan)
+        except DeviceLost:
+            raise
         except Exception:
             _log.exception("step_failed", step=plan.step, sequences=plan.sequences)
-            self._hand_out(self._core.abandon(plan.step, time.monotonic_ns()))
+            report = self._core.abandon(plan.step, time.monotonic_ns())
+            self._uncommitted = None
+            self._hand_out(report)
             return True
         offsets = np.arange(len(tokens) + 1, dtype=np.int32)
         prompts = self._score_prompts(plan)
         report = self._core.commit(plan.step, tokens, offsets, time.monotonic_ns())
+        self._uncommitted = None
         self._end_at_stop_ids(report)
         self._hand_out(report, logprobs, prompts)
         return True

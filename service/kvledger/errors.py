@@ -18,6 +18,14 @@ class SettingRefused(Exception):
     """A setting cannot be used. The message is one sentence for the operator."""
 
 
+class DeviceLost(Exception):
+    """A device that computes no more in this process, whatever is asked of it.
+
+    Operations raise it where an error is of the kind that stays: no later step can succeed, so the
+    process ends. The message is one sentence for the operator.
+    """
+
+
 @dataclass(frozen=True)
 class FieldViolation:
     """One field of a request that breaks a limit.

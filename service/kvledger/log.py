@@ -2,14 +2,15 @@
 
 What a client sent is never logged: no prompt, no output, no string of its own. Tracebacks carry no
 local variables. Of what libraries log only the place and the kind are told, because their sentences
-may quote anything. A line that cannot be written is lost, and nothing else is.
+may quote anything. A line that cannot be written is lost, and nothing else is: neither a full disk
+nor a reader that stands still stops the server. The next line that gets through says how many were.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
+import select
 import sys
 import traceback
 from types import TracebackType
@@ -21,6 +22,9 @@ from kvledger import errors
 
 LogFormat = Literal["auto", "json", "console"]
 LogLevel = Literal["debug", "info", "warning", "error"]
+
+# What a pipe takes without blocking once it says that it takes something, in bytes.
+_PIECE = select.PIPE_BUF
 
 
 def quiet_grpc() -> None:
@@ -36,11 +40,13 @@ def configure(format: LogFormat = "auto", level: LogLevel = "info") -> None:
     terminal = _is_terminal(sys.stderr)
     quiet_grpc()
     console = format == "console" or (format == "auto" and terminal)
+    lines = _Lines(sys.stderr)
     processors: list[structlog.types.Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         _without_text,
+        lines.count_lost,
     ]
     if console:
         processors.append(_traceback_last)
@@ -54,7 +60,7 @@ def configure(format: LogFormat = "auto", level: LogLevel = "info") -> None:
     structlog.configure(
         processors=processors,
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
-        logger_factory=structlog.PrintLoggerFactory(_Lines(sys.stderr)),  # type: ignore[arg-type]
+        logger_factory=structlog.PrintLoggerFactory(lines),  # type: ignore[arg-type]
         cache_logger_on_first_use=True,
     )
     logging.basicConfig(handlers=[_Libraries()], level=logging.WARNING, force=True)
@@ -103,20 +109,78 @@ def _is_terminal(stream: TextIO | None) -> bool:
 
 
 class _Lines:
-    """A stream whose reader may have gone: the server does not end for want of a log."""
+    """A stream whose reader may have gone, or stand still: the server waits for no log.
+
+    One thread at a time writes a line and flushes it; structlog holds a lock meanwhile.
+    """
 
     def __init__(self, stream: TextIO | None) -> None:
         self._stream = stream
+        self._descriptor = _descriptor(stream)
+        self._line = ""  # being written
+        self._rest = b""  # of a line that the stream took a part of
+        self._lost = 0
+
+    def count_lost(
+        self, logger: object, method: str, event: structlog.types.EventDict
+    ) -> structlog.types.EventDict:
+        """Says in a line how many before it were lost."""
+        del logger, method
+        if self._lost:
+            event["lines_lost"] = self._lost
+        return event
 
     def write(self, text: str) -> None:
-        with contextlib.suppress(OSError, ValueError):  # ValueError: it was closed
-            if self._stream is not None:
-                self._stream.write(text)
+        self._line += text
 
     def flush(self) -> None:
-        with contextlib.suppress(OSError, ValueError):
-            if self._stream is not None:
-                self._stream.flush()
+        line, self._line = self._line, ""
+        try:
+            if self._descriptor is None:
+                self._write_to_stream(line)
+            elif not self._write_to_descriptor(line, self._descriptor):
+                self._lost += 1
+                return
+        except (OSError, ValueError):  # ValueError: it was closed
+            self._lost += 1
+            self._rest = b""
+            return
+        self._lost = 0
+
+    def _write_to_stream(self, line: str) -> None:
+        if self._stream is not None:
+            self._stream.write(line)
+            self._stream.flush()
+
+    def _write_to_descriptor(self, line: str, descriptor: int) -> bool:
+        """Whether the line was taken; what did not fit of it goes out before the next one."""
+        assert self._stream is not None
+        self._rest = _written(self._rest, descriptor)
+        if self._rest:
+            return False
+        data = line.encode(self._stream.encoding, "backslashreplace")
+        self._rest = _written(data, descriptor)
+        if len(self._rest) == len(data) and data:
+            self._rest = b""
+            return False
+        return True
+
+
+def _descriptor(stream: TextIO | None) -> int | None:
+    """The file descriptor under a stream, if it has one."""
+    try:
+        return None if stream is None else stream.fileno()
+    except (OSError, ValueError):
+        return None
+
+
+def _written(data: bytes, descriptor: int) -> bytes:
+    """Writes as much as is taken at once; returns the rest."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLOUT)
+    while data and poll.poll(0):
+        data = data[os.write(descriptor, data[:_PIECE]) :]
+    return data
 
 
 class _Libraries(logging.Handler):

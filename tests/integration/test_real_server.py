@@ -166,7 +166,7 @@ def test_a_message_of_a_million_items_takes_no_memory(
         with pytest.raises(grpc.RpcError) as raised:
             list(generation(channel).Generate(message, timeout=PATIENCE))
         assert raised.value.code() == grpc.StatusCode.INVALID_ARGUMENT
-    assert memory_peak(server) - before < 200 << 20
+    assert memory_peak(server) - before < 50 << 20
 
 
 def test_lines_that_are_cut_give_their_blocks_back(

@@ -71,6 +71,9 @@ class RecordingCore:
         self._note(report)
         return report
 
+    def audit(self) -> str | None:
+        return self.core.audit()
+
     def _note(self, report: _core.Report) -> None:
         for receipt in report.receipts:
             self.receipts[int(receipt["sequence"])] = self.plans

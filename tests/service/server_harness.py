@@ -314,6 +314,18 @@ async def serving(
     the harness's own channel, for a server with TLS.
     """
     harness = ServerHarness(*arguments, tokenizer=tokenizer, **core_changes)
+    async with running(harness, credentials):
+        yield harness
+
+
+_Harness = TypeVar("_Harness", bound=ServerHarness)
+
+
+@asynccontextmanager
+async def running(
+    harness: _Harness, credentials: grpc.ChannelCredentials | None = None
+) -> AsyncIterator[_Harness]:
+    """The server of a harness, running."""
     with _spied(harness), _process_settings_kept():
         harness.server = Server(harness.settings, harness.model, harness.keepalive)
         ready = asyncio.Event()

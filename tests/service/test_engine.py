@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from scripted_model import END_OF_TEXT, PATIENCE, Gate, expected
 
 from kvledger import _core
 from kvledger.engine import EndReason
+from kvledger.errors import DeviceLost
 from kvledger.sampling import SamplingParameters
 
 
@@ -205,7 +208,94 @@ def test_death_of_the_loop_is_told_once(harness: Harness) -> None:
     harness.engine.stop(PATIENCE)
     assert not harness.engine.alive
     assert harness.deaths == 1
+    assert harness.reason(1) == EndReason.FAILED
+    harness.require_all_free()
+
+
+@pytest.mark.parametrize("place", ["plan", "commit", "forward", "publish"])
+def test_a_loop_that_dies_closes_the_books(harness: Harness, gated: Gate, place: str) -> None:
+    """Whoever was being served would never learn what it cost."""
+    for sequence in range(1, 12):  # more than may run: some still wait
+        harness.submit(sequence, "a" * 20, max_tokens=50, ignore_eos=True)
+    harness.engine.start()
+    gated.let(5)
+    gated.wait_for_arrival(6)
+    whole = {"plan": harness.core.plan, "commit": harness.core.commit}
+    died = threading.Event()
+
+    def die_once(*arguments: object) -> object:
+        if not died.is_set():
+            died.set()
+            raise MemoryError("injected")
+        return whole[place](*arguments) if place in whole else None
+
+    if place in whole:
+        setattr(harness.core, place, die_once)
+    elif place == "publish":
+        harness.publish_hook = die_once
+    else:
+        error = DeviceLost("the device fell off the bus")
+
+        def lose(*arguments: object) -> object:
+            raise error
+
+        harness.model.after_step = lose
+    gated.open()
+    harness.wait(lambda: harness.deaths)
+    assert {sequence for sequence, told in harness.receipts.items() if told} == {*range(1, 12)}
+    assert {harness.reason(sequence) for sequence in range(1, 12)} == {EndReason.FAILED}
+    harness.require_all_free()
+
+
+def test_books_that_disagree_give_no_receipts(
+    harness: Harness, gated: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bill made from wrong books is worse than none."""
+    lines: list[tuple[str, dict[str, object]]] = []
+    monkeypatch.setattr(
+        "kvledger.engine._log",
+        SimpleNamespace(
+            exception=lambda event, **facts: lines.append((event, facts)),
+            error=lambda event, **facts: lines.append((event, facts)),
+        ),
+    )
+    harness.submit(1, "a" * 20, max_tokens=50)
+    harness.submit(2, "b", max_tokens=50)
+    harness.engine.start()
+    gated.let(1)
+    gated.wait_for_arrival(2)
+
+    def die(*arguments: object) -> object:
+        raise MemoryError("injected")
+
+    harness.core.commit = harness.core.abandon = die  # type: ignore[method-assign, assignment]
+    gated.open()
+    harness.wait(lambda: harness.deaths)
+    assert [event for event, _ in lines] == ["engine_died", "books_left_open"]
     assert not harness.receipts[1]
+
+
+def test_a_clock_that_jumps_harms_nobody(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An hour forwards or back would end requests, or be on a bill as less than nothing."""
+    jumps = itertools.cycle((0, 3600, -3600, 7200, -7200, 1))
+    real = time.monotonic_ns
+
+    def jumping() -> int:
+        return real() + next(jumps) * 10**9
+
+    monkeypatch.setattr(
+        "kvledger.engine.time", SimpleNamespace(monotonic_ns=jumping, monotonic=time.monotonic)
+    )
+    harness.engine.start()
+    for sequence in range(1, 31):
+        harness.submit(sequence, "a", max_tokens=20, arrived_at=jumping())
+    receipts = [harness.receipt(sequence) for sequence in range(1, 31)]
+    assert {text(harness.tokens[sequence]) for sequence in range(1, 31)} == {expected("a", 20)}
+    for receipt in receipts:
+        times = [int(receipt[name]) for name in ("queued", "prefill", "decode", "paused")]
+        assert min(times) >= 0
+        assert sum(times) < 24 * 3600 * 10**9
+    harness.require_all_free()
 
 
 def test_death_is_told_even_if_the_log_breaks(

@@ -203,6 +203,40 @@ def test_a_reader_who_has_gone_loses_lines_and_nothing_else() -> None:
 
 
 @pytest.mark.usefixtures("stream")
+def test_a_reader_who_stands_still_loses_lines_and_nothing_else() -> None:
+    """A log collector that hangs would stop the server, every stream and the engine with it."""
+    reading, writing = os.pipe()
+    os.set_blocking(reading, False)
+    data = b""
+    with open(writing, "w", encoding="utf-8") as stream, open(reading, "rb", 0) as reader:
+        configure(stream)
+        log = structlog.get_logger("x")
+        for number in range(3000):  # far more than a pipe holds
+            log.info("line", number=number, text="x" * 100)
+        data += reader.readall() or b""
+        log.info("after", text="y" * 100_000)  # more than a pipe takes at once
+        for _ in range(5):
+            data += reader.read(1 << 20) or b""
+            log.info("done")
+        data += reader.read(1 << 20) or b""
+    whole = [json.loads(line) for line in data.splitlines()]
+    assert [line["event"] for line in whole].count("after") == 1
+    numbers = [line["number"] for line in whole if line["event"] == "line"]
+    assert numbers == list(range(len(numbers))), "in order, and each line whole"
+    assert 100 < len(numbers) < 3000
+    told = next(line["lines_lost"] for line in whole if "lines_lost" in line)
+    assert told >= 3000 - len(numbers)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
+def test_a_full_disk_loses_lines_and_nothing_else() -> None:
+    """A server would fail requests because its log has no room."""
+    with contextlib.suppress(OSError), open("/dev/full", "w", encoding="utf-8") as stream:
+        configure(stream)
+        structlog.get_logger("x").info("line")
+        structlog.get_logger("x").warning("line")
+
+
 def test_characters_that_the_stream_lacks_end_nothing() -> None:
     """A path with an umlaut would end a server that runs in an ASCII locale."""
     narrow = io.TextIOWrapper(io.BytesIO(), encoding="ascii", write_through=True)

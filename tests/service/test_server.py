@@ -214,6 +214,11 @@ async def test_death_of_the_engine_ends_streams_and_the_server(server: ServerHar
     refusals = await asyncio.wait_for(asyncio.gather(*tasks), PATIENCE)
     assert {refusal.code for refusal in refusals} == {grpc.StatusCode.INTERNAL}
     assert {refusal.reason for refusal in refusals} == {"REQUEST_FAILED"}
+    computed = sorted(refusal.receipt.computed_tokens for refusal in refusals)
+    assert computed[0] == 0, "one never ran"
+    assert computed[1] >= 1
+    assert server.log.reasons == ["failed"] * 9
+    assert server.log.of("request_without_receipt") == []
     assert await watch.next() == NOT_SERVING
     assert await exit_status(server) == BROKE
     assert len(server.log.of("engine_died")) == 1

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -27,16 +29,21 @@ def run(arguments: Sequence[str]) -> int:
                 raise SettingRefused(f"{option} {address}: {reason}; choose another address")
         # Torch takes seconds to import; a wrong setting should not.
         from kvledger.served_model import load
-        from kvledger.server import Server
+        from kvledger.server import BROKE, Server
 
         async def serve() -> int:
             return await Server(settings, load(settings, _say)).run()
 
-        return asyncio.run(serve())
+        status = asyncio.run(serve())
+        if status == BROKE:
+            # A thread that hangs or a device that is lost could keep the interpreter from ending.
+            os._exit(status)
+        return status
     except (SettingRefused, ModelRefused) as error:
         print(f"kvledger serve: {error}", file=sys.stderr)
         return 2
 
 
 def _say(line: str) -> None:
-    print(f"kvledger: {line}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # a full disk, or nobody who reads it
+        print(f"kvledger: {line}", file=sys.stderr, flush=True)

@@ -1,7 +1,8 @@
 """The operations a model is written in, by name; the device decides which kernels they reach.
 
 Matrices are float32 torch tensors [rows, columns] whose rows are contiguous; they may be slices of
-wider ones. Operations write into tensors of the caller and allocate nothing.
+wider ones. Operations write into tensors of the caller and allocate nothing. What one raises fails
+the step that it is part of; errors.DeviceLost says that every later step would fail as well.
 """
 
 from __future__ import annotations

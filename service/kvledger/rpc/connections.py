@@ -50,7 +50,8 @@ def options(max_connections: int, keepalive: Keepalive = KEEPALIVE) -> tuple[tup
         ("grpc.http2.write_buffer_size", WRITE_BUFFER_BYTES),
         ("grpc.keepalive_time_ms", round(keepalive.ask * 1000)),
         ("grpc.keepalive_timeout_ms", round(keepalive.answer * 1000)),
-        # What closes the connection: without it, gRPC waits a minute for a ping's answer.
+        # gRPC also pings to measure the line, and while that waits for an answer, by itself for a
+        # minute, it does not ask whether anybody is there.
         ("grpc.http2.ping_timeout_ms", round(keepalive.answer * 1000)),
         ("grpc.keepalive_permit_without_calls", 1),
         (

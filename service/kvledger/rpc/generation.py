@@ -110,8 +110,14 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             stream = _Stream(request, ticket, samples, self._model, self._engine, self._admission)
             async for response in stream.responses():
                 yield response
-        except (asyncio.CancelledError, grpc.aio.AbortError):
+        except grpc.aio.AbortError:
             raise
+        except asyncio.CancelledError:
+            if _is_cancelled_by_caller():
+                raise
+            # Something that the handler waited for was cancelled; gRPC would send no status at all.
+            trailer = await stream.settle() if stream is not None else ()
+            await abort(context, ServerDraining(self._admission.retry_after), trailer)
         except Exception as error:
             trailer = await stream.settle() if stream is not None else ()
             await abort(context, error, trailer)
@@ -133,6 +139,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 def _prompt_logprobs(request: generation_pb2.GenerateRequest) -> int | None:
     output = request.output
     return output.prompt_logprobs if output.HasField("prompt_logprobs") else None
+
+
+def _is_cancelled_by_caller() -> bool:
+    """Whether the handler's own task was cancelled; before Python 3.11 nobody can tell."""
+    cancelling = getattr(asyncio.current_task(), "cancelling", None)
+    return cancelling is None or cancelling() > 0
 
 
 class _Stream:

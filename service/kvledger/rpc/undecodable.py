@@ -1,6 +1,7 @@
-"""Requests that are no message of their method's type: INVALID_ARGUMENT, like any other mistake.
+"""Requests that are not to be decoded: INVALID_ARGUMENT, like any other mistake.
 
-gRPC itself would answer UNKNOWN with the text of a Python exception.
+They are no message of their method's type, for which gRPC itself would answer UNKNOWN with the text
+of a Python exception, or hold lists so long that decoding them would take much memory.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from google.protobuf.message import DecodeError
 
 from kvledger.errors import FieldViolation, InvalidRequest
 from kvledger.rpc.errors import abort
+from kvledger.rpc.item_counts import too_many_items
 
 
 class UndecodableRefused(grpc.aio.ServerInterceptor):  # type: ignore[misc]
@@ -37,15 +39,28 @@ class UndecodableRefused(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
 
 class _Undecodable:
-    """Stands for a request that could not be decoded."""
+    """Stands for a request that was not decoded."""
+
+    def __init__(self, violation: FieldViolation) -> None:
+        self.violation = violation
+
+
+_NO_MESSAGE = FieldViolation("request", "is no message of the type that the method takes")
 
 
 def _careful(handler: Any) -> Any:
+    deserializer = handler.request_deserializer
+    kind = getattr(getattr(deserializer, "__self__", None), "DESCRIPTOR", None)
+    assert kind is not None, "the deserializer is a message class's own"
+
     def decode(data: bytes) -> Any:
+        violation = too_many_items(data, kind)
+        if violation is not None:
+            return _Undecodable(violation)
         try:
-            return handler.request_deserializer(data)
+            return deserializer(data)
         except DecodeError:
-            return _Undecodable()
+            return _Undecodable(_NO_MESSAGE)
 
     coders = (decode, handler.response_serializer)
     if handler.request_streaming and handler.response_streaming:
@@ -58,12 +73,7 @@ def _careful(handler: Any) -> Any:
 
 async def _require_decoded(request: Any, context: Any) -> None:
     if isinstance(request, _Undecodable):
-        await abort(
-            context,
-            InvalidRequest(
-                FieldViolation("request", "is no message of the type that the method takes")
-            ),
-        )
+        await abort(context, InvalidRequest(request.violation))
 
 
 def _answer(method: Any) -> Any:

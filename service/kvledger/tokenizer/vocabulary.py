@@ -337,11 +337,6 @@ class Tokenizer:
         return np.array([*first, *encode_all(self._vocabulary.encoder, [text])[0]], dtype=np.int32)
 
     @property
-    def control_texts(self) -> Mapping[int, str]:
-        """How each control token is written, by its id."""
-        return self._control_texts
-
-    @property
     def chat_template(self) -> ChatTemplate | None:
         """The model's chat template, if it has one."""
         return self._template

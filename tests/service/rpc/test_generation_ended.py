@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from server_harness import Proxy, ServerHarness, refusal_of, request, serving
 
 from kvledger import _core
 from kvledger.engine import EndReason
+from kvledger.streams import Mail, Mailbox
 from kvledger.v1 import generation_pb2_grpc
 
 LONG: dict[str, Any] = {"text": "a" * 20, "max_tokens": 200, "ignore_eos": True}
@@ -229,6 +231,32 @@ async def test_a_mistake_of_ours_says_nothing_of_the_request(
     assert canary not in str(server.log.lines)
     assert refusal.receipt.request_id
     assert len(server.log.reasons) == 1
+    await server.require_all_free()
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="tasks do not say who cancelled them")
+async def test_what_is_cancelled_inside_still_gets_a_status(
+    server: ServerHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gRPC sends nothing for it: a caller without a deadline would wait for ever (B112)."""
+    whole, calls = Mailbox.next, []
+
+    async def cancelled(mailbox: Mailbox) -> Mail:
+        calls.append(1)
+        if len(calls) == 3:
+            raise asyncio.CancelledError
+        return await whole(mailbox)
+
+    monkeypatch.setattr(Mailbox, "next", cancelled)
+    call = server.generation.Generate(request(**LONG))
+
+    async def read() -> None:
+        async for _ in call:
+            pass
+
+    refusal = await asyncio.wait_for(refusal_of(read()), 5)
+    assert refusal.code == grpc.StatusCode.UNAVAILABLE
+    assert refusal.receipt.computed_tokens > 0
     await server.require_all_free()
 
 

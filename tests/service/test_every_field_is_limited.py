@@ -1,0 +1,95 @@
+"""Requests field by field: each has a limit in the one table, or a reason for none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from google.protobuf.descriptor import Descriptor
+from google.protobuf.descriptor import FieldDescriptor as Field
+
+from kvledger.errors import InvalidRequest
+from kvledger.limits import LIMITS, check_generate
+from kvledger.v1 import generation_pb2 as pb
+
+VOCABULARY = 1000
+
+# Fields that the table need not name, and what holds instead.
+_ELSEWHERE = {
+    "token_ids.ids": "each below the vocabulary, besides their count",
+    "stop.token_ids": "each below the vocabulary, besides their count",
+    "sampling.logit_bias.token_id": "below the vocabulary",
+    "chat.messages.role": "one of three",
+    "sampling.seed": "any number is a seed",
+    "queue_timeout.seconds": "queue_timeout",
+    "queue_timeout.nanos": "queue_timeout",
+}
+# What the table calls the limit of a field, where that is not the field's path.
+_NAMES = {"stop.sequences": ("stop.sequences", "stop.sequences.text")}
+
+
+def leaves(message: Descriptor, prefix: str = "") -> Iterator[tuple[str, Field]]:
+    """Every field that holds a value or is a list, by its path."""
+    for field in message.fields:
+        path = prefix + field.name
+        if field.message_type is None:
+            yield path, field
+            continue
+        if field.is_repeated:
+            yield path, field
+        yield from leaves(field.message_type, f"{path}.")
+
+
+def test_every_field_of_a_request_has_a_limit() -> None:
+    """A new number or list would come in without one (S17)."""
+    without = []
+    for path, field in leaves(pb.GenerateRequest.DESCRIPTOR):
+        if field.type == Field.TYPE_BOOL or path in _ELSEWHERE:
+            continue
+        if not all(name in LIMITS for name in _NAMES.get(path, (path,))):
+            without.append(path)
+    assert without == [], "give each a row in limits.py"
+
+
+def test_reasons_for_no_limit_are_of_fields_that_exist() -> None:
+    """A renamed field would keep an exception that nobody looks at."""
+    paths = {path for path, _ in leaves(pb.GenerateRequest.DESCRIPTOR)}
+    assert paths >= _ELSEWHERE.keys() | _NAMES.keys()
+
+
+def lists() -> list[str]:
+    """Paths of every list in a request."""
+    return [path for path, field in leaves(pb.GenerateRequest.DESCRIPTOR) if field.is_repeated]
+
+
+@pytest.mark.parametrize("path", lists())
+def test_every_list_is_refused_beyond_its_limit(path: str) -> None:
+    """A list would be walked through, and kept, however long it is (S17)."""
+    most = int(LIMITS[path].most)
+    for count, allowed in (
+        (most, True),
+        (most + 1, False),
+        (100 * most if most < 9999 else most + 2, False),
+    ):
+        request = pb.GenerateRequest()
+        *parents, name = path.split(".")
+        holder = request
+        for parent in parents:
+            holder = getattr(holder, parent)
+        entries = getattr(holder, name)
+        if path == "chat.messages":
+            entries.extend([pb.ChatMessage(role=pb.ROLE_USER)] * count)
+        elif path == "sampling.logit_bias":
+            entries.extend(pb.LogitBias(token_id=i % VOCABULARY) for i in range(count))
+        else:
+            entries.extend(["a"] * count if path == "stop.sequences" else [1] * count)
+        if request.WhichOneof("prompt") is None:
+            request.text = "a"
+        if allowed:
+            check_generate(request, VOCABULARY)
+            continue
+        with pytest.raises(InvalidRequest) as refused:
+            check_generate(request, VOCABULARY)
+        violation = refused.value.violations[0]
+        assert violation.field == path
+        assert str(most) in violation.reason
