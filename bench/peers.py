@@ -150,7 +150,7 @@ def scenarios(lengths: Path | None) -> list[Scenario]:
     """All scenarios; short ones, because they are repeated for every server."""
     known = [
         Scenario(
-            "one", "one stream: 3 requests, prompts 64, answers 64", loop(fixed(3, 64, 64), 1)
+            "one", "one stream: 3 requests, prompts 128, answers 128", loop(fixed(3, 128, 128), 1)
         ),
         Scenario(
             "eight", "8 at once: 16 requests, prompts 128, answers 64", loop(fixed(16, 128, 64), 8)

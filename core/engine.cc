@@ -33,7 +33,6 @@ Engine::Engine(const EngineSettings& settings, Nanoseconds now)
             settings.scheduler.token_budget +
                 settings.scheduler.sequences_max * table_width(settings).value()) {
   KVL_CHECK_GE(sequence_tokens_max_, 2);
-  ended_in_step_.reserve(static_cast<std::size_t>(settings.scheduler.sequences_max));
 }
 
 Engine::~Engine() {

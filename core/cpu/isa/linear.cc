@@ -155,24 +155,29 @@ struct Inputs {
   }
 };
 
+// Vectors of 16 outputs that are computed side by side. A single row makes one chain of additions
+// a vector, each of which waits for the one before: with few registers too, it takes two.
+template <int kRows>
+constexpr int kVectors = kRows == 1 ? 2 : kWeightVectors;
+
 // One step of kStep inputs: every weight vector meets every row.
 template <class Format, int kRows, int... j>
 KVL_INLINE void multiply_step(const char* group, int input, int lane,
-                              const typename Format::Scales (&scales)[kWeightVectors],
+                              const typename Format::Scales (&scales)[kVectors<kRows>],
                               const Inputs<kRows>& x, int64_t column,
-                              F32 (&total)[kRows][kWeightVectors], Numbers<j...>) {
-  typename Format::Packed packed[kWeightVectors];
-  for (int v = 0; v < kWeightVectors; ++v) {
+                              F32 (&total)[kRows][kVectors<kRows>], Numbers<j...>) {
+  typename Format::Packed packed[kVectors<kRows>];
+  for (int v = 0; v < kVectors<kRows>; ++v) {
     packed[v] = Format::load(group, input, lane + v * kLanes);
   }
   const auto one_input = [&](auto weight_of, int offset) __attribute__((always_inline)) {
-    F32 weight[kWeightVectors];
-    for (int v = 0; v < kWeightVectors; ++v) {
+    F32 weight[kVectors<kRows>];
+    for (int v = 0; v < kVectors<kRows>; ++v) {
       weight[v] = weight_of(v);
     }
     for (int r = 0; r < kRows; ++r) {
       const F32 value = x(r, column + offset);
-      for (int v = 0; v < kWeightVectors; ++v) {
+      for (int v = 0; v < kVectors<kRows>; ++v) {
         total[r][v] = fma(value, weight[v], total[r][v]);
       }
     }
@@ -183,13 +188,13 @@ KVL_INLINE void multiply_step(const char* group, int input, int lane,
    ...);
 }
 
-// kRows rows times kWeightVectors x 16 outputs at `lane`.
+// kRows rows times kVectors<kRows> x 16 outputs at `lane`.
 template <class Format, WeightFormat kFormat, int kRows>
 KVL_INLINE void multiply(const LinearItem& item, const float* x_rows, int lane,
-                         F32 (&total)[kRows][kWeightVectors]) {
+                         F32 (&total)[kRows][kVectors<kRows>]) {
   const Inputs<kRows> x = Inputs<kRows>::at(x_rows, item.x_stride);
   for (int r = 0; r < kRows; ++r) {
-    for (int v = 0; v < kWeightVectors; ++v) {
+    for (int v = 0; v < kVectors<kRows>; ++v) {
       total[r][v] = zero();
     }
   }
@@ -198,8 +203,8 @@ KVL_INLINE void multiply(const LinearItem& item, const float* x_rows, int lane,
     if (lane == 0 && item.rows <= kRowsMax) {  // otherwise they are read again and again
       prefetch_group(group, group_bytes(kFormat));
     }
-    typename Format::Scales scales[kWeightVectors];
-    for (int v = 0; v < kWeightVectors; ++v) {
+    typename Format::Scales scales[kVectors<kRows>];
+    for (int v = 0; v < kVectors<kRows>; ++v) {
       scales[v] = Format::begin(group, lane + v * kLanes);
     }
     for (int input = 0; input < kGroupInputs; input += Format::kStep) {
@@ -226,11 +231,11 @@ template <class Format, WeightFormat kFormat, int kRows>
 void multiply_rows(const LinearItem& item, int64_t row) {
   const float* x = item.x + row * item.x_stride;
   float* y = item.y + row * item.y_stride;
-  for (int lane = 0; lane < kTileOutputs && lane < item.outputs; lane += kWeightVectors * kLanes) {
-    F32 total[kRows][kWeightVectors];
+  for (int lane = 0; lane < kTileOutputs && lane < item.outputs; lane += kVectors<kRows> * kLanes) {
+    F32 total[kRows][kVectors<kRows>];
     multiply<Format, kFormat, kRows>(item, x, lane, total);
     for (int r = 0; r < kRows; ++r) {
-      for (int v = 0; v < kWeightVectors; ++v) {
+      for (int v = 0; v < kVectors<kRows>; ++v) {
         const int first = lane + v * kLanes;
         if (first < item.outputs) {
           write(y + r * item.y_stride + first, total[r][v], item.outputs - first, item.accumulate);
