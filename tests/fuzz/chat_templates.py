@@ -16,7 +16,7 @@ if __name__ == "__main__":
 from driver import check_sentence, drive, mutate_bytes
 
 from kvledger.errors import InvalidRequest, ModelRefused
-from kvledger.tokenizer.chat_template import ChatMessage, ChatTemplate, Role
+from kvledger.tokenizer import ChatMessage, ChatTemplate, Role
 
 CONTROL = ("<|end|>", "<|user|>", "<|assistant|>", "<|system|>", "<s>", "</s>")
 _VALID = (

@@ -52,6 +52,8 @@ _TEXTS = (
     "\0",
     "é\U0001f642",
     "<|end|>",
+    "{}",
+    '{"type": "object", "enable_thinking": false}',
     "x" * 257,
     "a " * 400,
 )
@@ -63,6 +65,7 @@ _FLOATS = (
     *(math.nan, math.inf, -math.inf),
 )
 _COUNTS = (0, 1, 2, 3, 16, 17, 64, 65)
+_SHORT = (0, 1, 2)
 _Kind = dict[int, tuple[Any, ...]]
 _VALUES: _Kind = {
     Field.TYPE_INT32: _SIGNED,
@@ -78,18 +81,26 @@ _VALUES: _Kind = {
 }
 
 
-def fill(chance: random.Random, message: Message, likely: float) -> None:
-    """Sets fields of a message, each with a chance, to values at the edges of what is allowed."""
+def fill(
+    chance: random.Random, message: Message, likely: float, counts: tuple[int, ...] = _COUNTS
+) -> None:
+    """Sets fields of a message, each with a chance, to values at the edges of what is allowed.
+
+    Lists are as long as one of `counts`; lists inside of them are short.
+    """
     for field in message.DESCRIPTOR.fields:
         if chance.random() > likely:
             continue
-        if field.message_type is not None and field.is_repeated:
-            for _ in range(chance.choice(_COUNTS)):
-                fill(chance, getattr(message, field.name).add(), 0.8)
+        if field.message_type is not None and field.message_type.GetOptions().map_entry:
+            entries = getattr(message, field.name)
+            entries.update({chance.choice(_TEXTS): chance.choice(_TEXTS) for _ in range(3)})
+        elif field.message_type is not None and field.is_repeated:
+            for _ in range(chance.choice(counts)):
+                fill(chance, getattr(message, field.name).add(), 0.8, _SHORT)
         elif field.message_type is not None:
             inner = getattr(message, field.name)
             inner.SetInParent()
-            fill(chance, inner, likely)
+            fill(chance, inner, likely, counts)
         elif field.is_repeated:
             values = chance.choices(_VALUES[field.type], k=chance.choice(_COUNTS))
             getattr(message, field.name).extend(values)

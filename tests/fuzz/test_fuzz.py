@@ -55,7 +55,7 @@ def test_a_reader_that_trusts_its_file_is_found(monkeypatch: pytest.MonkeyPatch)
 def test_a_message_that_makes_a_control_token_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Conversations without anything like a control token in them would prove nothing."""
     monkeypatch.setattr(
-        "kvledger.tokenizer.chat_template._ControlTokens.guarded", lambda self, text, mark: text
+        "kvledger.tokenizer.control_tokens.ControlTokens.guarded", lambda self, text, mark: text
     )
     with pytest.raises((SystemExit, AssertionError)):
         driver.drive("chat_templates", chat_templates.target, ["--runs", "300"])

@@ -7,7 +7,7 @@ import io
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from pathlib import Path
 
@@ -25,13 +25,19 @@ def delta(text: str) -> generation_pb2.GenerateResponse:
     return generation_pb2.GenerateResponse(delta=generation_pb2.Delta(text=text))
 
 
-def finished() -> generation_pb2.GenerateResponse:
+def finished(samples: Sequence[str] = ()) -> generation_pb2.GenerateResponse:
     usage = generation_pb2.Usage(prompt_tokens=7, completion_tokens=11)
     receipt = generation_pb2.Receipt(peak_blocks=3, block_bytes=1_000_000)
     receipt.held.seconds, receipt.held.nanos = 2, 500_000_000
     receipt.decode_time.seconds = 5
     return generation_pb2.GenerateResponse(
-        finished=generation_pb2.Finished(usage=usage, receipt=receipt)
+        finished=generation_pb2.Finished(
+            samples=[
+                generation_pb2.Sample(index=index, text=text) for index, text in enumerate(samples)
+            ],
+            usage=usage,
+            receipt=receipt,
+        )
     )
 
 
@@ -42,6 +48,7 @@ class FakeService(generation_pb2_grpc.GenerationServiceServicer):
         self.requests: list[generation_pb2.GenerateRequest] = []
         self.refuse: Callable[[grpc.ServicerContext], None] = lambda context: None
         self.answers: list[str] = ["Hello", " you"]
+        self.samples: list[str] = []
 
     def Generate(
         self, request: generation_pb2.GenerateRequest, context: grpc.ServicerContext
@@ -50,7 +57,7 @@ class FakeService(generation_pb2_grpc.GenerationServiceServicer):
         self.refuse(context)
         yield generation_pb2.GenerateResponse(accepted=generation_pb2.Accepted(request_id="1"))
         yield from map(delta, self.answers)
-        yield finished()
+        yield finished(self.samples)
 
     @property
     def request(self) -> generation_pb2.GenerateRequest:
@@ -88,6 +95,26 @@ def type_in(monkeypatch: pytest.MonkeyPatch, text: bytes) -> None:
 
 
 Captured = pytest.CaptureFixture[str]
+
+
+def test_generate_shows_every_sample(
+    service: FakeService, server: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Answers that were computed would not be shown, or run into each other."""
+    service.answers = []
+    service.samples = ["One.", "Two."]
+    assert main(["generate", "--server", server, "--samples", "2", "Hi"]) == 0
+    assert capsys.readouterr().out == "\n--- sample 0\nOne.\n--- sample 1\nTwo.\n"
+    assert service.request.samples == 2
+    assert service.request.output.final_only
+
+
+@pytest.mark.parametrize("samples", ["0", "17", "many"])
+def test_generate_refuses_a_wrong_number_of_samples(server: str, samples: str) -> None:
+    """A typo would be sent to the server, or answered with a traceback."""
+    with pytest.raises(SystemExit) as ended:
+        main(["generate", "--server", server, "--samples", samples, "Hi"])
+    assert ended.value.code == 2
 
 
 def test_generate_sends_the_prompt_as_a_message(

@@ -17,6 +17,7 @@ from kvledger import errors
 from kvledger.errors import (
     ConstraintsFull,
     ConstraintsUnavailable,
+    DeviceLost,
     FieldViolation,
     InvalidRequest,
     ModelRefused,
@@ -57,8 +58,8 @@ EXAMPLES: dict[type, tuple[Exception, grpc.StatusCode, str]] = {
     ServerDraining: (ServerDraining(0.1), grpc.StatusCode.UNAVAILABLE, "DRAINING"),
     RequestFailed: (RequestFailed("abc123"), grpc.StatusCode.INTERNAL, "REQUEST_FAILED"),
 }
-# These are raised before a server serves, for its operator.
-FOR_OPERATORS = {ModelRefused, SettingRefused}
+# These are for a server's operator: raised before it serves, or when it ends.
+FOR_OPERATORS = {DeviceLost, ModelRefused, SettingRefused}
 
 
 class Aborted(Exception):

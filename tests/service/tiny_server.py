@@ -12,6 +12,7 @@ from server_harness import Log, ServerHarness
 from stepping import settings
 
 from kvledger import _core
+from kvledger.rpc.connections import KEEPALIVE
 from kvledger.served_model import load
 
 
@@ -66,8 +67,11 @@ class TinyServer(ServerHarness):
         core: Callable[[_core.Engine], Any] = RecordingCore,
         log: Any = None,
     ) -> None:
+        self.keepalive = KEEPALIVE
         self.settings = settings(
-            *("--listen", "127.0.0.1:0", "--model", str(path), "--kv-format", "f32"), *arguments
+            *("--listen", "127.0.0.1:0", "--operators-listen", "none"),
+            *("--model", str(path), "--kv-format", "f32"),
+            *arguments,
         )
         loaded = load(self.settings)
         self.core = core(loaded.core)

@@ -37,7 +37,7 @@ from stepping import logits_after, served
 from tiny_model import write_gguf
 from tiny_server import AuditingCore, TinyServer
 
-from kvledger.rpc.translation import chat_messages
+from kvledger.rpc.conversations import conversation_of
 from kvledger.v1 import generation_pb2 as pb
 from kvledger.v1 import generation_pb2_grpc
 
@@ -285,7 +285,7 @@ class Load:
         elif kind == "text":
             prompt = model.tokenizer.encode_text(message.text)
         else:
-            prompt = model.tokenizer.encode_chat(chat_messages(message.chat))
+            prompt = model.tokenizer.encode_chat(conversation_of(message.chat).messages)
         best = logits_after(model, [*prompt.tolist(), *alone[:place]]).topk(2).values
         return float(best[0] - best[1]) < _TIE
 

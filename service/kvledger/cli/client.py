@@ -132,6 +132,9 @@ def show(responses: Iterator[generation_pb2.GenerateResponse], receipt: bool) ->
             print(printable(response.delta.text), end="", flush=True)
         elif response.HasField("finished"):
             print()
+            for sample in response.finished.samples:
+                if sample.text:  # of several; one comes in deltas
+                    print(f"--- sample {sample.index}\n{printable(sample.text)}")
             if receipt:
                 print(summary(response.finished), file=sys.stderr)
     return "".join(parts)

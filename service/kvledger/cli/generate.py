@@ -38,6 +38,13 @@ def run(arguments: Sequence[str]) -> int:
     only.add_argument(
         "--lark", type=Path, metavar="FILE", help="the answer matches this grammar, a Lark file"
     )
+    parser.add_argument(
+        "--samples",
+        type=int,
+        choices=range(1, 17),
+        metavar="N",
+        help="answers to one prompt, 1 to 16, printed when all have ended",
+    )
     parser.add_argument("--raw", action="store_true", help="continue the text: no chat template")
     add_arguments(parser)
     options = parser.parse_args(list(arguments))
@@ -50,6 +57,9 @@ def run(arguments: Sequence[str]) -> int:
         request = generation_pb2.GenerateRequest(chat=generation_pb2.ChatPrompt(messages=[message]))
     try:
         _constrain(request, options)
+        if options.samples is not None:
+            request.samples = options.samples
+            request.output.final_only = options.samples > 1
         show(stream(options, apply_arguments(request, options)), options.receipt)
     except SettingRefused as error:
         print(f"kvledger generate: {error}", file=sys.stderr)

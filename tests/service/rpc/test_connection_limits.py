@@ -10,11 +10,11 @@ from pathlib import Path
 import grpc
 import h2.events
 import h2.exceptions
-import pytest
 from http2_client import Http2Client
 from server_harness import ServerHarness, refusal_of, request, serving
 
 from kvledger.limits import MESSAGE_BYTES_MAX
+from kvledger.rpc.connections import Keepalive
 
 
 def memory() -> int:
@@ -49,10 +49,9 @@ async def _goes_away(server: ServerHarness, interval: float, pings: int) -> bool
     return sent_away.is_set()
 
 
-async def test_pings_within_the_limit_are_fine(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_pings_within_the_limit_are_fine() -> None:
     """A client that asks whether the line stands would be cut off in a long prefill (B117)."""
-    monkeypatch.setattr("kvledger.rpc.connections.CLIENT_PING_SECONDS_MIN", 1)
-    async with serving() as server:
+    async with serving(keepalive=Keepalive(client_pings=1)) as server:
         server.gate()  # nothing is sent meanwhile
         assert not await _goes_away(server, interval=1.6, pings=4)
         assert await _goes_away(server, interval=0.01, pings=100), "what pings too often is not"
