@@ -35,8 +35,13 @@ def hang_up(address: str) -> int:
 def _end(descriptor: int, own: str | int, *, listening: bool) -> bool:
     try:
         # A copy stays what it is, even if gRPC closes the original meanwhile.
-        found = socket.socket(fileno=os.dup(descriptor))
-    except OSError:  # closed since, or no socket
+        copy = os.dup(descriptor)
+    except OSError:  # closed since
+        return False
+    try:
+        found = socket.socket(fileno=copy)
+    except OSError:  # no socket
+        os.close(copy)
         return False
     with found, contextlib.suppress(OSError):  # the other side may have gone first
         if found.family not in (socket.AF_INET, socket.AF_INET6, socket.AF_UNIX):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 import threading
 import time
@@ -85,7 +86,9 @@ def test_only_connections_of_the_address_end(kind: str, tmp_path: Path) -> None:
     stranger, kept = connected(other)
     with ours, other, caller, accepted, stranger, kept:
         accepted.sendall(b"last")
+        open_before = sorted(os.listdir("/dev/fd"))
         assert hang_up(address) == 1
+        assert sorted(os.listdir("/dev/fd")) == open_before, "no copy of a descriptor stays open"
         assert caller.recv(8) == b"last", "what was written arrives"
         assert caller.recv(8) == b""
         with socket.socket(stranger.family) as late, pytest.raises(ConnectionRefusedError):
