@@ -22,13 +22,14 @@ def hang_up(address: str) -> int:
     """Ends all connections that came to host:port or unix:/path; returns how many those were.
 
     What was written already still arrives. Nobody can connect any more: who lost a connection would
-    be back at once.
+    be back at once. The file of a unix socket is gone afterwards.
     """
     path = socket_path(address)
     own: str | int = str(path) if path is not None else int(address.rpartition(":")[2])
     descriptors = [int(entry.name) for entry in _DESCRIPTORS.iterdir()]
     for descriptor in descriptors:
-        _end(descriptor, own, listening=True)
+        if _end(descriptor, own, listening=True) and path is not None:
+            path.unlink(missing_ok=True)  # gRPC asks the socket for its name, which it has lost
     return sum(_end(descriptor, own, listening=False) for descriptor in descriptors)
 
 
