@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import shlex
+import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
 
@@ -18,6 +19,17 @@ from kvledger.v1 import generation_pb2, generation_pb2_grpc, models_pb2, models_
 
 # Seconds that loading a model may take.
 _PATIENCE = 300.0
+
+
+def generate_request(
+    prompt: Sequence[int], output: int, ignore_eos: bool = True
+) -> generation_pb2.GenerateRequest:
+    """Asks for a greedy answer to token ids, as token ids."""
+    return generation_pb2.GenerateRequest(
+        token_ids=generation_pb2.TokenIds(ids=prompt),
+        stop=generation_pb2.StopOptions(max_tokens=output, ignore_eos=ignore_eos),
+        output=generation_pb2.OutputOptions(token_ids=True),
+    )
 
 
 class KvledgerClient:
@@ -54,11 +66,7 @@ class KvledgerClient:
         self, prompt: Sequence[int], output: int, ignore_eos: bool = True
     ) -> AsyncIterator[Sequence[int]]:
         """Token ids of a greedy answer as they come. Raises CallFailed."""
-        request = generation_pb2.GenerateRequest(
-            token_ids=generation_pb2.TokenIds(ids=prompt),
-            stop=generation_pb2.StopOptions(max_tokens=output, ignore_eos=ignore_eos),
-            output=generation_pb2.OutputOptions(token_ids=True),
-        )
+        request = generate_request(prompt, output, ignore_eos)
         try:
             async for response in self._generation.Generate(request):
                 if response.HasField("delta"):
@@ -77,8 +85,10 @@ class Kvledger(Arm):
     name = "kvledger"
     extra: tuple[str, ...] = ()
 
-    def __init__(self, settings: ArmSettings, extra: Sequence[str] = ()) -> None:
+    def __init__(self, settings: ArmSettings, extra: Sequence[str] = (), port: int = 0) -> None:
+        """`extra` are further options; `port` 0 is one that is free at each start."""
         super().__init__(settings)
+        self._listen = f"127.0.0.1:{port}"
         self._extra = [*self.extra, *extra]
         self._process: ServerProcess | None = None
         self._client: KvledgerClient | None = None
@@ -86,7 +96,7 @@ class Kvledger(Arm):
     @property
     def _arguments(self) -> list[str]:
         return [
-            *("serve", "--dev", "--listen", "127.0.0.1:0", "--model", str(self.settings.model)),
+            *("serve", "--dev", "--listen", self._listen, "--model", str(self.settings.model)),
             *("--threads", str(self.settings.threads), *self._extra),
         ]
 
@@ -127,6 +137,23 @@ class Kvledger(Arm):
         """The id of its process group, once started."""
         assert self._process is not None
         return self._process.process.pid
+
+    async def drain(self, patience: float) -> int | None:
+        """Asks the server to end and lets it finish; its exit status, None after `patience` s.
+
+        `start` begins another one afterwards.
+        """
+        assert self._process is not None
+        process = self._process.process
+        process.send_signal(signal.SIGTERM)
+        for _ in range(int(patience / 0.01)):
+            if process.poll() is not None:
+                break
+            await asyncio.sleep(0.01)
+        status = process.returncode
+        await self.stop()
+        self._client = self._process = None
+        return status
 
     async def stop(self) -> None:
         """Ends the connection and the server."""

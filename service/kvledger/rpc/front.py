@@ -16,12 +16,17 @@ from kvledger.metrics import Metrics
 from kvledger.rpc import connections
 from kvledger.rpc.calls import Calls, remember_starters
 from kvledger.rpc.doors import Port
+from kvledger.rpc.hang_up import hang_up
 from kvledger.rpc.health import HealthServicer
 from kvledger.rpc.listener import Listener, warn_of_validity
 from kvledger.rpc.services import Service, channelz_service, health_service, maker, names
 from kvledger.settings import NOWHERE, Settings
 
 _log = structlog.get_logger(__name__)
+
+# How often it is looked whether the last calls have ended, and what gRPC gets to write their last
+# bytes, in seconds.
+_STOP_INTERVAL = 0.02
 
 # Calls of clients are counted, those of probes and tools are not.
 _COUNTED = "/kvledger."
@@ -135,10 +140,20 @@ class Front:
     async def stop(self, grace: float) -> None:
         """Ends what only waits, gives the rest `grace` seconds, and leaves the addresses."""
         self.health.close()
-        for calls in (self._calls, self._operators_calls):
+        kinds = (self._calls, self._operators_calls)
+        for calls in kinds:
             calls.stop_listening()
-        listeners = [self._clients, self._operators]
-        await asyncio.gather(*(each.stop(grace) for each in listeners if each is not None))
+        ends = asyncio.get_running_loop().time() + grace
+        while any(calls.open_count for calls in kinds):
+            if asyncio.get_running_loop().time() >= ends:
+                break
+            await asyncio.sleep(_STOP_INTERVAL)
+        await asyncio.sleep(_STOP_INTERVAL)
+        listeners = [each for each in (self._clients, self._operators) if each is not None]
+        for listener in listeners:
+            hang_up(listener.address)
+        # Nobody hears more of this server: what still runs is only to be cleared away.
+        await asyncio.gather(*(each.stop(0) for each in listeners))
 
     def _operators_address(self) -> str | None:
         asked = self._settings.operators_listen
