@@ -1,4 +1,4 @@
-"""What the service's front end costs: the whole service over a stub, against a bare grpc.aio server.
+"""What the front end costs: the whole service over a stub, against a bare grpc.aio server.
 
     python -m bench.front [--streams 16] [--tokens 1500] [--rounds 5]
 
@@ -11,7 +11,6 @@ bare server's messages a second. docs/load.md says more.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
 import statistics
 import sys
@@ -111,7 +110,7 @@ def report(service: Sequence[Turn], bare: Sequence[Turn]) -> str:
             f"time a message, {busy:.0%} of its processor used"
         )
         if busy < _BUSY_MIN:
-            lines.append(f"VOID: the server of {name} waited for the client")
+            lines.append(f"VOID: {name} waited, for the client or for other programs")
     ratios = [ours.rate / theirs.rate for ours, theirs in zip(service, bare, strict=True)]
     word = "kept" if statistics.median(ratios) >= BAR else "MISSED"
     lines.append(f"service / bare {median_text(ratios, '.3f')}; bar {BAR:.2f}: {word}")
@@ -119,7 +118,10 @@ def report(service: Sequence[Turn], bare: Sequence[Turn]) -> str:
 
 
 async def measure(options: argparse.Namespace, core: int) -> str:
-    """Starts both servers and lets them take turns; returns the table. Raises NotRun, CallFailed."""
+    """Starts both servers, lets them take turns, and returns the table.
+
+    Raises NotRun, CallFailed.
+    """
     streams, tokens = options.streams, options.tokens
     sequences = ["--max-sequences", str(streams), "--max-queued", str(streams)]
     with tempfile.TemporaryDirectory() as folder:

@@ -90,7 +90,8 @@ async def beside_stalled(
     readers: list[StalledReader] = []
     try:
         for _ in range(options.stalled):
-            readers.append(await StalledReader.call(server.address, GENERATE, body))
+            reader = await StalledReader.call(server.address, GENERATE, body)
+            readers.append(reader)  # at once, so that it is closed whatever comes next
         # Somebody who reads keeps steps going, so that it shows who takes no part in them.
         reading = asyncio.create_task(ordinary(client, 1, _CONTEXT - len(_PROMPT)))
         try:

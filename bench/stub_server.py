@@ -72,15 +72,19 @@ class LockStep:
             self._all_fetched.clear()
         self._made += plan.logits
 
+    def fetched(self, tokens: int) -> None:
+        """A reader has so many more; called by the event loop's thread."""
+        self._fetched += tokens
+        if self._fetched >= self._made:
+            self._all_fetched.set()
+
     def watch_mailboxes(self) -> None:
         """Counts what readers fetch from now on, in this process."""
         fetch = Mailbox.next
 
         async def counted(mailbox: Mailbox) -> Mail:
             mail = await fetch(mailbox)
-            self._fetched += len(mail.tokens)
-            if self._fetched >= self._made:
-                self._all_fetched.set()
+            self.fetched(len(mail.tokens))
             return mail
 
         Mailbox.next = counted  # type: ignore[method-assign]
@@ -178,12 +182,9 @@ def serve_stub(kind: str, step: float, arguments: Sequence[str]) -> int:
     return asyncio.run(run())
 
 
-async def serve_bare(recorded: Path) -> int:
+async def serve_bare(recorded: bytes) -> int:
     """Nothing but grpc.aio, with the settings that it has by itself."""
-    answer = [
-        generation_pb2.GenerateResponse.FromString(message)
-        for message in messages(recorded.read_bytes())
-    ]
+    answer = [generation_pb2.GenerateResponse.FromString(message) for message in messages(recorded)]
 
     class Bare(generation_pb2_grpc.GenerationServiceServicer):
         async def Generate(  # noqa: N802  # the contract's name
@@ -209,7 +210,7 @@ def main() -> int:
     parser.add_argument("--step", type=float, default=0.01, help="seconds, of `paced`")
     options, rest = parser.parse_known_args()
     if options.kind == "bare":
-        return asyncio.run(serve_bare(options.messages))
+        return asyncio.run(serve_bare(options.messages.read_bytes()))
     return serve_stub(options.kind, options.step, rest)
 
 
