@@ -87,7 +87,7 @@ class LockStep:
             self.fetched(len(mail.tokens))
             return mail
 
-        Mailbox.next = counted  # type: ignore[method-assign]
+        Mailbox.next = counted  # type: ignore[method-assign,assignment]
 
 
 class FixedPace:
