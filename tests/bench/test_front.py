@@ -30,6 +30,7 @@ def answer(*tokens: int) -> list[bytes]:
 
 
 def test_frames_are_found_and_the_one_that_is_not_whole_is_left() -> None:
+    """Messages would be lost, or a stream never seen to end."""
     whole = frame(0, 1, 7, b"abc") + frame(6, 0, 0, b"12345678")
     for cut in range(len(frame(0, 0, 1, b"rest"))):
         buffer = whole + frame(0, 0, 1, b"rest")[:cut]
@@ -42,6 +43,7 @@ def test_frames_are_found_and_the_one_that_is_not_whole_is_left() -> None:
 
 
 def test_messages_of_a_stream_are_told_apart() -> None:
+    """Answers would be checked at the wrong borders, and a cut one taken for whole."""
     data = b"\0\0\0\0\x03abc" + b"\0\0\0\0\0" + b"\0\0\0\0\x01d"
     assert messages(data) == [b"abc", b"", b"d"]
     with pytest.raises(ValueError, match="1 bytes after"):
@@ -49,6 +51,7 @@ def test_messages_of_a_stream_are_told_apart() -> None:
 
 
 def test_a_delta_of_two_tokens_spoils_the_comparison() -> None:
+    """A service that sends fewer messages would look faster than it is."""
     check_answer(answer(1, 1, 1), 3)
     with pytest.raises(CallFailed, match="COALESCED"):
         check_answer(answer(1, 2, 1), 3)
@@ -57,6 +60,7 @@ def test_a_delta_of_two_tokens_spoils_the_comparison() -> None:
 
 
 def test_the_report_has_the_median_ratio_and_its_bar() -> None:
+    """A missed bar, or a server that only waited, would pass for a good figure."""
     bare = [Turn(1000, 1.0, 0.95)] * 3
     kept = report([Turn(1000, seconds, seconds) for seconds in (1.25, 1.3, 2.0)], bare)
     assert "0.769 (0.500 to 0.800); bar 0.75: kept" in kept
@@ -67,6 +71,7 @@ def test_the_report_has_the_median_ratio_and_its_bar() -> None:
 
 
 def test_lock_step_holds_a_step_back_until_all_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens would coalesce, or a run would hang without a word."""
     monkeypatch.setattr("bench.stub_server._PATIENCE", 0.01)
 
     class Plan:
@@ -82,6 +87,7 @@ def test_lock_step_holds_a_step_back_until_all_is_fetched(monkeypatch: pytest.Mo
 
 
 def test_memory_of_a_stalled_reader_is_the_most_less_the_least() -> None:
+    """The bars would be held against other figures than those measured."""
     found = Findings([0.01, 0.02], [0.011, 0.02], least_bytes=1000, most_bytes=3000)
     assert found.bytes_each(200) == 10.0
     assert found.ratios == pytest.approx([1.1, 1.0])
