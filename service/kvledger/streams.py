@@ -42,7 +42,7 @@ class Receipt:
     shared_tokens: int = 0
 
 
-@dataclass
+@dataclass(slots=True)
 class Mail:
     """What happened to a request since the last mail."""
 
@@ -100,15 +100,24 @@ class Mailbox:
         self._flow = flow
         self._admitted = False
         self._mail = Mail()
-        self._something = asyncio.Event()
+        self._something = False  # in the mail
+        self._reader: asyncio.Future[None] | None = None  # what it waits for, while it does
         self._stall: asyncio.TimerHandle | None = None  # while the sequence pauses
         self.gave_up = False
         self.is_over = False  # the last mail is in it, or was fetched
 
     async def next(self) -> Mail:
         """Waits until there is something, and takes all of it."""
-        await self._something.wait()
-        self._something.clear()
+        # Not an asyncio.Event, which costs as much as all else that is done here for a token.
+        while not self._something:
+            self._reader = reader = asyncio.get_running_loop().create_future()
+            try:
+                await reader
+            finally:
+                # One that is cancelled may end when another waits already.
+                if self._reader is reader:
+                    self._reader = None
+        self._something = False
         mail, self._mail = self._mail, Mail()
         if self._stall is not None:
             self._end_stall()
@@ -116,6 +125,11 @@ class Mailbox:
                 for sequence in self.sequences:
                     self._flow.resume(sequence)
         return mail
+
+    def _wake(self) -> None:
+        self._something = True
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
     def _give_up(self) -> None:
         self._stall = None
@@ -134,12 +148,12 @@ class Mailbox:
             return
         self._admitted = True
         self._mail.admitted_after = queued
-        self._something.set()
+        self._wake()
 
     def add_prompt(self, logprobs: Sequence[PromptLogprobs]) -> None:
         """Puts in what is known of the prompt."""
         self._mail.prompt.extend(logprobs)
-        self._something.set()
+        self._wake()
 
     def add_token(
         self,
@@ -157,7 +171,7 @@ class Mailbox:
             mail.logprobs.append(logprobs)
         if end_reason is not None:
             mail.ends[sample] = end_reason
-        self._something.set()
+        self._wake()
         full = len(mail.tokens) >= self._tokens_max
         if full and self._stall is None and not self.gave_up:
             for each in self.sequences:
@@ -169,14 +183,14 @@ class Mailbox:
         self._end_stall()
         self.is_over = True
         self._mail.receipt = receipt
-        self._something.set()
+        self._wake()
 
     def refuse(self) -> None:
         """Puts in that the request will never run."""
         self._end_stall()
         self.is_over = True
         self._mail.refused = True
-        self._something.set()
+        self._wake()
 
 
 class Streams:
@@ -224,18 +238,22 @@ class Streams:
     def deliver(self, outcome: StepOutcome) -> None:
         """Sorts one outcome into the mailboxes."""
         report = outcome.report
-        for sequence, queued, again in report.admissions[["sequence", "queued", "again"]].tolist():
+        admissions = report.admissions
+        # Most steps admit nobody, and taking columns costs as much as many tokens.
+        columns = admissions[["sequence", "queued", "again"]].tolist() if admissions.size else ()
+        for sequence, queued, again in columns:
             if not again:
                 mailbox = self._mailboxes[sequence]
                 self._waiting.discard(mailbox.sequences.start)
                 mailbox.admit(queued)
         for sequence, logprobs in outcome.prompts.items():
             self._mailboxes[sequence].add_prompt(logprobs)
+        mailboxes, logprobs_of = self._mailboxes, outcome.logprobs
         for sequence, token, end_reason in report.tokens.tolist():
-            self._mailboxes[sequence].add_token(
+            mailboxes[sequence].add_token(
                 sequence,
                 token,
-                outcome.logprobs.get(sequence),
+                logprobs_of.get(sequence),
                 EndReason(end_reason) if end_reason else None,
             )
         for row in report.receipts:

@@ -46,7 +46,8 @@ def answer_output(
 def fill_delta(delta: generation_pb2.Delta, piece: Piece) -> None:
     """Puts text, reasoning and calls of a piece into a Delta."""
     delta.text = piece.text
-    delta.reasoning = piece.reasoning
+    if piece.reasoning:
+        delta.reasoning = piece.reasoning
     for call in piece.tool_calls:
         delta.tool_calls.add(index=call.place, id=call.id, name=call.name, arguments=call.arguments)
 

@@ -186,7 +186,7 @@ class Calls(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         return answer
 
     def _streaming(self, path: str, method: Any) -> Any:
-        assert inspect.isasyncgenfunction(method), "streams are generators"
+        assert not inspect.iscoroutinefunction(method), "streams are generators"
 
         async def answers(requests: Any, context: Any) -> None:
             call = self._begin(path, context)

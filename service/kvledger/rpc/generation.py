@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import grpc
@@ -21,6 +21,7 @@ from kvledger.errors import (
 )
 from kvledger.limits import check_generate
 from kvledger.logit_changes import Constraint
+from kvledger.logprobs import TokenLogprobs
 from kvledger.rpc.answers import answer_output
 from kvledger.rpc.calls import this_call
 from kvledger.rpc.errors import Metadata, abort
@@ -241,24 +242,35 @@ class _Stream:
         finally:
             task.cancel()
 
-    def _deltas(self, mail: Mail) -> Iterator[generation_pb2.Delta]:
+    def _deltas(self, mail: Mail) -> Iterable[generation_pb2.Delta]:
         """At most one delta of each sample: what of the mail's tokens may be shown now."""
+        if len(self._samples) > 1:
+            return self._deltas_of_many(mail)
+        delta = self._feed(self._samples[0], mail.tokens, mail.logprobs, mail)
+        return () if delta is None else (delta,)
+
+    def _deltas_of_many(self, mail: Mail) -> Iterator[generation_pb2.Delta]:
         for sample in self._samples:
-            tokens, logprobs = mail.tokens, mail.logprobs
-            if mail.samples:
-                own = [place for place, index in enumerate(mail.samples) if index == sample.index]
-                tokens = [tokens[place] for place in own]
-                logprobs = [logprobs[place] for place in own] if logprobs else logprobs
-            elif len(self._samples) > 1:
-                tokens, logprobs = [], []
-            was_stopped = sample.stopped
-            end = mail.ends.get(sample.index)
-            delta = sample.feed(tokens, logprobs, end, mail.is_last)
-            if sample.stopped and not was_stopped and not mail.is_last:
-                # What the core computes beyond the stop is thrown away.
-                self._engine.end(self._ticket.sequences[sample.index], EndReason.STOP)
+            own = [place for place, index in enumerate(mail.samples) if index == sample.index]
+            tokens = [mail.tokens[place] for place in own]
+            logprobs = [mail.logprobs[place] for place in own] if mail.logprobs else []
+            delta = self._feed(sample, tokens, logprobs, mail)
             if delta is not None:
                 yield delta
+
+    def _feed(
+        self,
+        sample: SampleStream,
+        tokens: Sequence[int],
+        logprobs: Sequence[TokenLogprobs],
+        mail: Mail,
+    ) -> generation_pb2.Delta | None:
+        is_last, was_stopped = mail.is_last, sample.stopped
+        delta = sample.feed(tokens, logprobs, mail.ends.get(sample.index), is_last)
+        if not was_stopped and not is_last and sample.stopped:
+            # What the core computes beyond the stop is thrown away.
+            self._engine.end(self._ticket.sequences[sample.index], EndReason.STOP)
+        return delta
 
     def _accepted(self, queued: int) -> generation_pb2.GenerateResponse:
         return generation_pb2.GenerateResponse(

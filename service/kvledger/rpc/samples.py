@@ -60,12 +60,14 @@ class SampleStream:
         `end` is why the sample ends with them, if it does; `is_last`: nothing follows at all.
         """
         self._end = self._end or end
-        self._logprobs.extend(logprobs)
+        if logprobs:
+            self._logprobs.extend(logprobs)
         piece = self._output.feed(tokens)
         if (is_last or self._end is not None) and not self._finished:
             self._finished = True
             piece = Piece.joined([piece, self._output.finish()])
-        self._calls_tools = self._calls_tools or bool(piece.tool_calls)
+        if piece.tool_calls:
+            self._calls_tools = True
         if self._final_only:
             self._pieces.append(piece)
             return None

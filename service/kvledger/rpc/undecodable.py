@@ -88,13 +88,19 @@ def _answers(method: Any) -> Any:
     if not inspect.isasyncgenfunction(method):
         return _answer(method)  # it writes its answers to the context
 
-    async def answers(request: Any, context: Any) -> AsyncIterator[Any]:
-        await _require_decoded(request, context)
-        async with aclosing(method(request, context)) as responses:
-            async for response in responses:
-                yield response
+    def answers(request: Any, context: Any) -> AsyncIterator[Any]:
+        # The method's own generator: one around it would cost every message of every stream.
+        if isinstance(request, _Undecodable):
+            return _refuse(request, context)
+        responses: AsyncIterator[Any] = method(request, context)
+        return responses
 
     return answers
+
+
+async def _refuse(request: _Undecodable, context: Any) -> AsyncIterator[Any]:
+    await abort(context, InvalidRequest(request.violation))
+    yield  # never comes here, and makes it a generator
 
 
 def _both(method: Any) -> Any:

@@ -101,6 +101,8 @@ class OutputText:
 
         Raises IndexError for an id outside the vocabulary.
         """
+        if len(token_ids) == 1 and not self.stopped:
+            return self._piece(self.advance(token_ids[0]))
         released: list[str] = []
         for token_id in token_ids:
             if self.stopped:
@@ -158,10 +160,10 @@ class OutputText:
                 self._held.extend((waiting, first) for waiting in self._waiting)
                 self._waiting.clear()
             self._characters_decoded += len(text)
-        if text and not self._decoder.unfinished:
-            self._held.append((token_id, self._characters_decoded))
-        else:
-            self._waiting.append(token_id)
+            if not self._decoder.unfinished:
+                self._held.append((token_id, self._characters_decoded))
+                return
+        self._waiting.append(token_id)
 
     def _piece(self, text: str) -> Piece:
         if self.stopped:
