@@ -108,7 +108,7 @@ class Mailbox:
 
     async def next(self) -> Mail:
         """Waits until there is something, and takes all of it."""
-        # Not an asyncio.Event, which costs as much as all else that is done here for a token.
+        # One reader at a time, so a future that is made only where it has to wait is enough.
         while not self._something:
             self._reader = reader = asyncio.get_running_loop().create_future()
             try:
