@@ -20,9 +20,9 @@ from kvledger.v1 import generation_pb2 as pb
 
 def test_no_model_folder_ends_the_start_with_anything_but_a_sentence() -> None:
     """A folder from a stranger would crash the server, hang it, or fill its memory (S21)."""
-    outcomes = driver.drive("model_folder", model_folder.target, ["--runs", "250"])
-    assert outcomes["refused"] > 100
-    assert outcomes["loaded"] > 20, "what changes nothing that counts is served"
+    outcomes = driver.drive("model_folder", model_folder.target, ["--runs", "120"])
+    assert outcomes["refused"] > 40
+    assert outcomes["loaded"] > 10, "what changes nothing that counts is served"
 
 
 def test_no_chat_template_does_more_than_it_may() -> None:

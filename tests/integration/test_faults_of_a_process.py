@@ -53,6 +53,7 @@ def tiny_server(tiny: Path, *arguments: str, prelude: str = "") -> Iterator[Serv
 # --- F11: a log that takes nothing ------------------------------------------------------------
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("log", ["full disk", "blocked pipe"])
 def test_a_log_that_takes_nothing_stops_nothing(tiny: Path, log: str) -> None:
     """A full disk, or a collector that hangs, would take the service from everybody."""
@@ -122,6 +123,7 @@ def test_a_lost_device_ends_the_process_with_its_reason(tiny: Path) -> None:
         assert (line["error"], line["reason"]) == ("DeviceLost", "it fell off the bus")
 
 
+@pytest.mark.soak
 def test_an_engine_that_hangs_is_seen_and_does_not_keep_the_process(tiny: Path) -> None:
     """A step without an end would look healthy, and no signal would end the process."""
     fault = "import time; time.sleep(10**6)"
@@ -185,6 +187,7 @@ def _connect(tiny: Path, count: int) -> None:
         assert server.exit_status() == 0
 
 
+@pytest.mark.soak
 def test_many_connections_with_a_stream_each(tiny: Path) -> None:
     """Many clients at once would make the server forget some of them, or fall."""
     _connect(tiny, 300)

@@ -83,6 +83,7 @@ async def test_a_receipt_that_comes_twice_is_found(monkeypatch: pytest.MonkeyPat
     assert any("second one" in fault for fault in verdict.wrong)
 
 
+@pytest.mark.soak
 async def test_nothing_grows() -> None:
     """A server would be out of memory, descriptors or threads after a week."""
     verdict, looks = await drift(minutes=1.0, seed=5, workers=8, asked=10, most=30)
