@@ -193,7 +193,9 @@ class Calls(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             now = asyncio.get_running_loop().time
             write = context.write
             try:
-                async with aclosing(method(requests, context)) as responses:
+                made = method(requests, context)
+                assert inspect.isasyncgen(made), "streams are generators"
+                async with aclosing(made) as responses:
                     async for response in responses:
                         call.writing_since = now()
                         await write(response)
