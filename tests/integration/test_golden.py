@@ -71,8 +71,8 @@ def test_company_does_not_matter(schedule: Callable[[Harness], None], weights: s
 @pytest.mark.parametrize(
     ("budget", "weights"),
     [
-        (16, "stored"),
-        *(pytest.param(budget, "stored", marks=pytest.mark.soak) for budget in (64, 512)),
+        (64, "stored"),
+        *(pytest.param(budget, "stored", marks=pytest.mark.soak) for budget in (16, 512)),
         *(pytest.param(budget, "f32", marks=pytest.mark.soak) for budget in (16, 64, 512)),
     ],
 )
