@@ -20,7 +20,7 @@ _ELSEWHERE = {
     "token_ids.ids": "each below the vocabulary, besides their count",
     "stop.token_ids": "each below the vocabulary, besides their count",
     "sampling.logit_bias.token_id": "below the vocabulary",
-    "chat.messages.role": "one of three",
+    "chat.messages.role": "one of four",
     "sampling.seed": "any number is a seed",
     "queue_timeout.seconds": "queue_timeout",
     "queue_timeout.nanos": "queue_timeout",
