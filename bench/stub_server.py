@@ -28,7 +28,7 @@ import grpc
 import torch
 
 from bench.http2 import messages
-from kvledger import _core
+from kvledger import _core, event_loop
 from kvledger.engine import make_core
 from kvledger.log import configure
 from kvledger.models.config import LlamaConfig
@@ -62,21 +62,22 @@ class LockStep:
     def __init__(self) -> None:
         self._made = 0  # tokens, by the engine's thread
         self._fetched = 0  # tokens, by the event loop's
-        self._all_fetched = threading.Event()
+        # Let go of when all are fetched. An Event would do, and cost what is not the front end's.
+        self._waiting = threading.Lock()
+        self._waiting.acquire()
 
     def wait(self, plan: _core.Plan) -> None:
         """See Pace."""
         while self._fetched < self._made:
-            if not self._all_fetched.wait(_PATIENCE):
+            if not self._waiting.acquire(timeout=_PATIENCE):
                 raise RuntimeError(f"{self._made - self._fetched} tokens are not fetched")
-            self._all_fetched.clear()
         self._made += plan.logits
 
     def fetched(self, tokens: int) -> None:
         """A reader has so many more; called by the event loop's thread."""
         self._fetched += tokens
-        if self._fetched >= self._made:
-            self._all_fetched.set()
+        if self._fetched >= self._made and self._waiting.locked():
+            self._waiting.release()
 
     def watch_mailboxes(self) -> None:
         """Counts what readers fetch from now on, in this process."""
@@ -114,12 +115,15 @@ class StubModel:
         self._logits = torch.zeros(rows, token + 1)
         self._logits[:, token] = 1.0
         self._pace = pace
+        self._rows = rows
 
     def forward(self, plan: _core.Plan, beat: Callable[[], None] = lambda: None) -> torch.Tensor:
         """See Llama.forward."""
         self._pace.wait(plan)
         beat()
-        return self._logits[: plan.logits]
+        # A view costs as much as many tokens, and is not the front end's.
+        full = plan.logits == self._rows
+        return self._logits if full else self._logits[: plan.logits]
 
 
 def stub_model(
@@ -179,7 +183,7 @@ def serve_stub(kind: str, step: float, arguments: Sequence[str]) -> int:
         server = Server(settings, model)
         return await server.run(lambda: say(listen=server.address))
 
-    return asyncio.run(run())
+    return event_loop.run(run())
 
 
 async def serve_bare(recorded: bytes) -> int:

@@ -1,8 +1,10 @@
 #include "core/engine.h"
 #include "core/kernels.h"
 
+#include <pybind11/gil_safe_call_once.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <memory>
 
 #include "core/bindings/bindings.h"
@@ -39,8 +41,13 @@ struct Report {
   py::array_t<std::int64_t> balances;
 };
 
+// An array of its own for what changed; one for all where nothing did, as in most steps.
 template <class T>
 py::array_t<T> records(const std::vector<T>& values) {
+  if (values.empty()) {
+    PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<py::array_t<T>> nothing;
+    return nothing.call_once_and_store_result([] { return py::array_t<T>(0); }).get_stored();
+  }
   return copy_of(std::span<const T>(values));
 }
 
@@ -228,6 +235,18 @@ void bind_plan(py::module_& module) {
       .def_property_readonly("context_length", view(&StepPlanView::context_length))
       .def_property_readonly("logit_tokens", view(&StepPlanView::logit_tokens))
       .def_property_readonly("logit_rows", view(&StepPlanView::logit_rows))
+      .def_property_readonly(
+          "output_positions",
+          [](const Plan& p) {
+            const StepPlanView& view = p.view();
+            py::array_t<std::int32_t> result(static_cast<py::ssize_t>(view.logit_tokens.size()));
+            std::ranges::transform(view.logit_tokens, result.mutable_data(),
+                                   [&](std::int32_t token) {
+                                     return view.positions[static_cast<std::size_t>(token)] + 1;
+                                   });
+            return result;
+          },
+          "Position of the token that each row of logits decides: int32 [logits].")
       .def_property_readonly("copy_from", view(&StepPlanView::copy_from))
       .def_property_readonly("copy_to", view(&StepPlanView::copy_to))
       .def_property_readonly("buffer",
@@ -251,6 +270,12 @@ void bind_report(py::module_& module) {
       .def_readonly("refusals", &Report::refusals)
       .def_readonly("tokens", &Report::tokens)
       .def_readonly("receipts", &Report::receipts)
+      .def_property_readonly("is_empty",
+                             [](const Report& r) {
+                               return r.admissions.size() == 0 && r.preemptions.size() == 0 &&
+                                      r.refusals.size() == 0 && r.tokens.size() == 0 &&
+                                      r.receipts.size() == 0;
+                             })
       .def_readonly("running", &Report::running)
       .def_readonly("waiting", &Report::waiting)
       .def_readonly("balances", &Report::balances,

@@ -33,6 +33,10 @@ CoreEngine: TypeAlias = _core.Engine
 # How long an idle engine sleeps before it shows a sign of life again, in seconds.
 _IDLE_SECONDS = 0.25
 
+# What most steps have to end, to pause and to resume.
+_NO_IDS = np.empty(0, dtype=np.uint64)
+_NO_REASONS = np.empty(0, dtype=np.uint8)
+
 # What a block can be, in the order of the core's balances.
 BLOCK_STATES = ("free", "reserved", "held", "cached", "releasing")
 
@@ -88,15 +92,7 @@ class StepOutcome:
     @property
     def is_empty(self) -> bool:
         """Whether nothing happened that anybody waits for."""
-        report = self.report
-        return not (
-            report.admissions.size
-            or report.tokens.size
-            or report.receipts.size
-            or report.refusals.size
-            or report.preemptions.size
-            or self.prompts
-        )
+        return self.report.is_empty and not self.prompts
 
 
 def make_core(
@@ -174,6 +170,7 @@ class Engine:
         self._stoppable: set[int] = set()  # sequences with tokens of their own that end them
         self._balances: npt.NDArray[np.int64] | None = None  # of the last report
         self._last_beat = time.monotonic()
+        self._counting = np.arange(1, dtype=np.int32)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     @property
@@ -284,15 +281,18 @@ class Engine:
     def _step(self) -> bool:
         """Plans and computes one step; False if there was nothing to compute."""
         arrivals, ends = self._take_inbox()
-        ids = np.array([sequence for sequence, _ in ends], dtype=np.uint64)
-        reasons = np.array([reason for _, reason in ends], dtype=np.uint8)
+        ids, reasons = _NO_IDS, _NO_REASONS
+        if ends:
+            ids = np.array([sequence for sequence, _ in ends], dtype=np.uint64)
+            reasons = np.array([reason for _, reason in ends], dtype=np.uint8)
         pauses, resumes = self._take_pauses()
         plan, report = self._core.plan(
             time.monotonic_ns(), _as_arrays(arrivals), ids, reasons, pauses, resumes
         )
         self._uncommitted = plan.step if plan.tokens else None
-        for sequence, row in report.admissions[["sequence", "row"]].tolist():
-            self._admit(sequence, row)
+        if report.admissions.size:  # taking columns costs as much as many tokens
+            for sequence, row in report.admissions[["sequence", "row"]].tolist():
+                self._admit(sequence, row)
         self._hand_out(report)
         if plan.tokens == 0:
             return False
@@ -306,13 +306,20 @@ class Engine:
             self._uncommitted = None
             self._hand_out(report)
             return True
-        offsets = np.arange(len(tokens) + 1, dtype=np.int32)
         prompts = self._score_prompts(plan)
-        report = self._core.commit(plan.step, tokens, offsets, time.monotonic_ns())
+        report = self._core.commit(
+            plan.step, tokens, self._one_each(len(tokens)), time.monotonic_ns()
+        )
         self._uncommitted = None
         self._end_at_stop_ids(report)
         self._hand_out(report, logprobs, prompts)
         return True
+
+    def _one_each(self, count: int) -> npt.NDArray[np.int32]:
+        """Where the tokens of each sequence begin, if each has one: int32 [count + 1]."""
+        if len(self._counting) <= count:
+            self._counting = np.arange(2 * count + 1, dtype=np.int32)
+        return self._counting[: count + 1]
 
     def _score_prompts(self, plan: _core.Plan) -> Mapping[int, Sequence[PromptLogprobs]]:
         if not self._scores:
@@ -394,6 +401,8 @@ class Engine:
         return arrivals, ends
 
     def _take_pauses(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
+        if not self._pauses:
+            return _NO_IDS, _NO_IDS
         with self._wakeup:
             asked, self._pauses = self._pauses, {}
         pauses = [sequence for sequence, paused in asked.items() if paused]
@@ -403,8 +412,9 @@ class Engine:
     def _compute(self, plan: _core.Plan) -> tuple[npt.NDArray[np.int32], dict[int, TokenLogprobs]]:
         """The step's tokens, and log-probabilities by sequence where they were asked for."""
         logits = self._model.forward(plan, self._beat)
-        positions = plan.positions[plan.logit_tokens] + np.int32(1)
-        drawn = self._sampler.draw(logits, plan.logit_rows, positions)
+        drawn = self._sampler.draw(logits, plan.logit_rows, plan.output_positions)
+        if not drawn.logprobs:
+            return drawn.tokens, {}
         return drawn.tokens, {
             self._owners[int(plan.logit_rows[place])]: logprobs
             for place, logprobs in drawn.logprobs.items()
@@ -417,15 +427,15 @@ class Engine:
         prompts: Mapping[int, Sequence[PromptLogprobs]] | None = None,
     ) -> None:
         self._balances = report.balances
+        if report.is_empty and not prompts:
+            return
         for receipt in report.receipts:
             for sequence in self._open[int(receipt["sequence"])].samples:
                 self._forget(sequence)
         for refusal in report.refusals:
             for sequence in self._open[int(refusal["sequence"])].samples:
                 self._forget(sequence)
-        outcome = StepOutcome(report, logprobs or {}, prompts or {})
-        if not outcome.is_empty:
-            self._publish(outcome)
+        self._publish(StepOutcome(report, logprobs or {}, prompts or {}))
 
     def _forget(self, sequence: int) -> None:
         self._stoppable.discard(sequence)

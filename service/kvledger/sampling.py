@@ -9,6 +9,7 @@ sequence goes on as if nothing had happened and neighbours do not matter.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import NamedTuple
 
 import numpy as np
@@ -74,6 +75,9 @@ class Sampler:
         self._has_changes = np.zeros(rows, dtype=np.bool_)
         self._changes: dict[int, LogitChanges] = {}
         self._refused = np.zeros(rows, dtype=np.bool_)
+        # Rows that take more than their likeliest token; and places of rows in a step.
+        self._special: set[int] = set()
+        self._places = np.arange(rows)
 
     def assign(
         self, row: int, parameters: SamplingParameters, changes: LogitChanges | None = None
@@ -94,14 +98,18 @@ class Sampler:
         if changes is not None:
             self._changes[row] = changes
             self._has_changes[row] = True
+        if changes is not None or not parameters.greedy or parameters.top_logprobs is not None:
+            self._special.add(row)
 
     def refuse(self, row: int) -> None:
         """Makes every token of the sequence that now has `row` UNUSABLE."""
         self.release(row)
         self._refused[row] = True
+        self._special.add(row)
 
     def release(self, row: int) -> None:
         """Forgets what belongs to the sequence that had `row`."""
+        self._special.discard(row)
         self._refused[row] = False
         self._changes.pop(row, None)
         self._has_changes[row] = False
@@ -156,6 +164,8 @@ class Sampler:
         return Drawn(tokens, logprobs)
 
     def _learn(self, tokens: npt.NDArray[np.int32], rows: npt.NDArray[np.int32]) -> None:
+        if not self._changes:
+            return
         for place in np.flatnonzero(self._has_changes[rows] & (tokens != UNUSABLE)).tolist():
             if not self._tell(int(rows[place]), int(tokens[place])):
                 tokens[place] = UNUSABLE  # what it would draw next could be wrong
@@ -177,7 +187,9 @@ class Sampler:
         """Changes nothing, so it can be tried again."""
         values = logits.numpy()
         chosen: npt.NDArray[np.int32] = values.argmax(axis=1).astype(np.int32)  # NaN comes first
-        highest = values[np.arange(len(rows)), chosen]
+        highest = values[self._places[: len(rows)], chosen]
+        if not self._special and all(map(isfinite, highest.tolist())):
+            return Drawn(chosen, {})  # what follows costs more than the rest of a small step
         usable = np.isfinite(highest) & ~self._refused[rows]
         changed = np.flatnonzero(self._has_changes[rows] & usable)
         if changed.size:

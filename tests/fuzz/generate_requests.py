@@ -34,6 +34,7 @@ from server_harness import request, running
 from tiny_model import TinyShape, write_gguf
 from tiny_server import AuditingCore, TinyServer
 
+from kvledger import event_loop
 from kvledger.errors import InvalidRequest
 from kvledger.limits import LIMITS, check_generate
 from kvledger.v1 import generation_pb2 as pb
@@ -248,7 +249,7 @@ def main() -> int:
     if options.no_server:
         outcomes = fuzz_validator(options.runs, options.first, options.seed)
     else:
-        outcomes = asyncio.run(fuzz_server(options.runs, options.first, options.seed))
+        outcomes = event_loop.run(fuzz_server(options.runs, options.first, options.seed))
     counts = ", ".join(f"{outcome} {count}" for outcome, count in outcomes.most_common())
     seconds = time.monotonic() - started
     print(f"generate_requests: runs {options.runs}, seed {options.seed}, {seconds:.0f} s; {counts}")

@@ -40,7 +40,9 @@ class Outcome:
 class Harness:
     """An engine with its thread, and a record of everything it publishes."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, tokens: int = GOLDEN["n_new"]) -> None:
+        """`tokens` is how many of each continuation are made and compared."""
+        self.tokens: int = tokens
         settings = load_settings(["--dev", *arguments])
         self.model: ServedModel = load(settings)
         self.outcomes: dict[int, Outcome] = {}
@@ -112,7 +114,7 @@ class Harness:
 
 def submit_item(harness: Harness, index: int) -> None:
     """Submits golden prompt `index` as the sequence of that number."""
-    harness.submit(index, ITEMS[index]["prompt_ids"], GOLDEN["n_new"])
+    harness.submit(index, ITEMS[index]["prompt_ids"], harness.tokens)
 
 
 def one_by_one(harness: Harness) -> None:
@@ -183,7 +185,7 @@ def differences(harness: Harness) -> list[Difference]:
     """Where outputs leave the golden ones, at most once per prompt."""
     found = []
     for index, item in enumerate(ITEMS):
-        golden, got = item["output_ids"], harness.outcomes[index].tokens
+        golden, got = item["output_ids"][: harness.tokens], harness.outcomes[index].tokens
         step = next((i for i, (a, b) in enumerate(zip(golden, got, strict=False)) if a != b), None)
         if step is None and len(golden) != len(got):
             step = min(len(golden), len(got)) - 1

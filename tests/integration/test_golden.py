@@ -2,8 +2,9 @@
 
 With weights and KV in f32 the outputs must be the file's, in whatever company a prompt runs.
 Weights as the file stores them are the same numbers in fewer bytes, so the fast tier uses them in
-most arms; `--soak` runs every arm in f32 too. With anything rounded, the first difference of each
-prompt is printed (pytest -rP shows it).
+most arms, and in arms that are about company and chunks it makes the beginning of each answer;
+`--soak` runs every arm in f32 too, and to the end. With anything rounded, the first difference of
+each prompt is printed (pytest -rP shows it).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from golden import (
+    GOLDEN,
     ITEMS,
     TIE,
     Harness,
@@ -45,19 +47,32 @@ def check_identical(harness: Harness) -> None:
     assert [str(difference) for difference in found if difference.gap >= TIE] == []
 
 
+# Of each continuation, where the fast tier makes only its beginning.
+BEGINNING = 32
+WHOLE = GOLDEN["n_new"]
 # Weights that are the model's own numbers.
 unrounded = pytest.mark.parametrize(
     "weights", ["stored", pytest.param("f32", marks=pytest.mark.soak)]
 )
 
 
-@unrounded
+@pytest.mark.parametrize(
+    ("weights", "tokens"),
+    [
+        ("stored", BEGINNING),
+        pytest.param("stored", WHOLE, marks=pytest.mark.soak),
+        pytest.param("f32", WHOLE, marks=pytest.mark.soak),
+    ],
+)
 @pytest.mark.parametrize(
     "schedule", [one_by_one, among_cancelled_neighbours], ids=lambda s: s.__name__
 )
-def test_company_does_not_matter(schedule: Callable[[Harness], None], weights: str) -> None:
+def test_company_does_not_matter(
+    schedule: Callable[[Harness], None], weights: str, tokens: int
+) -> None:
     """A token that depended on neighbours would make answers irreproducible."""
-    with Harness("--weights", weights, "--kv-format", "f32", "--kv-blocks", "1200") as harness:
+    arguments = ("--weights", weights, "--kv-format", "f32", "--kv-blocks", "1200")
+    with Harness(*arguments, tokens=tokens) as harness:
         schedule(harness)
     check_identical(harness)
     cancelled = [
@@ -69,17 +84,20 @@ def test_company_does_not_matter(schedule: Callable[[Harness], None], weights: s
 
 
 @pytest.mark.parametrize(
-    ("budget", "weights"),
+    ("budget", "weights", "tokens"),
     [
-        (64, "stored"),
-        *(pytest.param(budget, "stored", marks=pytest.mark.soak) for budget in (16, 512)),
-        *(pytest.param(budget, "f32", marks=pytest.mark.soak) for budget in (16, 64, 512)),
+        (64, "stored", BEGINNING),
+        *(
+            pytest.param(budget, weights, WHOLE, marks=pytest.mark.soak)
+            for weights in ("stored", "f32")
+            for budget in (16, 64, 512)
+        ),
     ],
 )
-def test_chunks_do_not_matter(budget: int, weights: str) -> None:
+def test_chunks_do_not_matter(budget: int, weights: str, tokens: int) -> None:
     """A prompt cut into chunks must give what the whole prompt gives."""
     arguments = ("--weights", weights, "--kv-format", "f32", "--kv-blocks", "600")
-    with Harness(*arguments, "--token-budget", str(budget)) as harness:
+    with Harness(*arguments, "--token-budget", str(budget), tokens=tokens) as harness:
         all_at_once(harness)
     check_identical(harness)
     longest = max(len(item["prompt_ids"]) for item in ITEMS)

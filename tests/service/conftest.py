@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 from hypothesis import settings
 
 from kvledger.tokenizer import Tokenizer, VocabularySource
@@ -15,6 +18,11 @@ from kvledger.tokenizer import Tokenizer, VocabularySource
 # A slow machine is no failure.
 settings.register_profile("service", deadline=None)
 settings.load_profile("service")
+
+
+def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """The loop that the server runs on, not asyncio's own."""
+    return {"uvloop": uvloop.new_event_loop}
 
 
 def model_path() -> Path | None:

@@ -171,10 +171,15 @@ def test_garbage_harms_nobody(
     try:
         host, port = listener.address.split(":")
         with socket.create_connection((host, int(port)), PATIENCE) as client:
-            client.sendall(data)
-            client.shutdown(socket.SHUT_WR)
-            while client.recv(65536):
-                pass
+            try:
+                client.sendall(data)
+                client.shutdown(socket.SHUT_WR)
+                while client.recv(65536):
+                    pass
+            except TimeoutError:
+                raise
+            except OSError:
+                pass  # it may hang up before it has read all
         assert "kvledger_requests_total" in fetched(listener.address)
     finally:
         listener.close()

@@ -10,7 +10,6 @@ callers share the process, so the callers must not grow either.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import gc
 import itertools
 import os
@@ -29,6 +28,8 @@ from mixed_load import PRESSED, Load, ReceiptLog, Verdict
 from server_harness import running
 from tiny_model import write_gguf
 from tiny_server import AuditingCore, TinyServer
+
+from kvledger import event_loop
 
 _QUARTERS = 4
 # What may be more after the last quarter than after the first.
@@ -113,7 +114,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=24)
     parser.add_argument("--templates", type=int, default=200)
     options = parser.parse_args()
-    verdict, looks = asyncio.run(
+    verdict, looks = event_loop.run(
         drift(options.minutes, options.seed, options.workers, options.templates)
     )
     print(verdict)

@@ -37,6 +37,7 @@ from stepping import logits_after, served
 from tiny_model import write_gguf
 from tiny_server import AuditingCore, TinyServer
 
+from kvledger import event_loop
 from kvledger.rpc.conversations import conversation_of
 from kvledger.v1 import generation_pb2 as pb
 from kvledger.v1 import generation_pb2_grpc
@@ -346,7 +347,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=32, help="callers at once")
     parser.add_argument("--templates", type=int, default=400, help="different requests")
     options = parser.parse_args()
-    verdict = asyncio.run(
+    verdict = event_loop.run(
         loaded(options.requests, options.seed, options.workers, options.templates, options.minutes)
     )
     print(verdict)

@@ -48,6 +48,11 @@ class ChatOutput:
         self._calls = 0
 
     @property
+    def can_stop(self) -> bool:
+        """Whether there is a stop string or a stop token."""
+        return self._output.can_stop
+
+    @property
     def stopped(self) -> bool:
         """Whether a stop string or a stop token has occurred."""
         return self._output.stopped

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import sys
 from collections.abc import Sequence
 
+from kvledger import event_loop
 from kvledger.address import why_not_free
 from kvledger.errors import ModelRefused, SettingRefused
 from kvledger.log import configure
@@ -34,7 +34,7 @@ def run(arguments: Sequence[str]) -> int:
         async def serve() -> int:
             return await Server(settings, load(settings, _say)).run()
 
-        status = asyncio.run(serve())
+        status = event_loop.run(serve())
         if status == BROKE:
             # A thread that hangs or a device that is lost could keep the interpreter from ending.
             os._exit(status)

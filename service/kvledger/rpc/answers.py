@@ -45,7 +45,8 @@ def answer_output(
 
 def fill_delta(delta: generation_pb2.Delta, piece: Piece) -> None:
     """Puts text, reasoning and calls of a piece into a Delta."""
-    delta.text = piece.text
+    if piece.text:
+        delta.text = piece.text
     if piece.reasoning:
         delta.reasoning = piece.reasoning
     for call in piece.tool_calls:

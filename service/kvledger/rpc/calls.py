@@ -50,7 +50,9 @@ def remember_starters(
     **options: Any,
 ) -> asyncio.Task[Any]:
     """A loop's task factory that knows who started a task."""
-    task: asyncio.Task[Any] = asyncio.Task(work, loop=loop, **options)
+    # uvloop says what is not asked for, and not every Python's Task takes it.
+    given = {name: value for name, value in options.items() if value is not None}
+    task: asyncio.Task[Any] = asyncio.Task(work, loop=loop, **given)
     starter = asyncio.current_task(loop)
     if starter is not None:
         _starters[task] = weakref.ref(starter)

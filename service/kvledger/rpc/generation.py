@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import grpc
@@ -109,8 +109,15 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             # While tokens are made for it, its mailbox says how long it may leave them.
             this_call().at_work = lambda: not ticket.mailbox.is_over
             stream = _Stream(request, ticket, samples, self._model, self._engine, self._admission)
-            async for response in stream.responses():
-                yield response
+            # No generator of the stream's own: every layer costs every message.
+            mail = await stream.admitted()
+            while True:
+                for response in stream.responses(mail):
+                    yield response
+                if mail.is_last:
+                    break
+                mail = await stream.next()
+            yield stream.finished()
         except grpc.aio.AbortError:
             raise
         except asyncio.CancelledError:
@@ -191,35 +198,32 @@ class _Stream:
             return ()
         return ((RECEIPT_METADATA, self._receipt_message().SerializeToString()),)
 
-    async def responses(self) -> AsyncIterator[generation_pb2.GenerateResponse]:
-        """Accepted, deltas, finished. Raises what the table in rpc.errors maps."""
-        mail = await self._admitted()
+    def responses(self, mail: Mail) -> Iterator[generation_pb2.GenerateResponse]:
+        """What its caller is told of a mail; of each sample at most one delta."""
         if mail.admitted_after is not None:
             yield self._accepted(mail.admitted_after)
-        while True:
-            for logprobs in mail.prompt:
-                for message in prompt_messages(logprobs):
-                    yield generation_pb2.GenerateResponse(prompt=message)
-            for delta in self._deltas(mail):
-                yield generation_pb2.GenerateResponse(delta=delta)
-            if mail.is_last:
-                break
-            mail = await self._next()
-        yield self._finished()
+        for logprobs in mail.prompt:
+            for message in prompt_messages(logprobs):
+                yield generation_pb2.GenerateResponse(prompt=message)
+        if len(self._samples) > 1:
+            yield from self._deltas_of_many(mail)
+        elif (delta := self._feed(self._samples[0], mail.tokens, mail.logprobs, mail)) is not None:
+            yield delta
 
-    async def _next(self) -> Mail:
+    async def next(self) -> Mail:
+        """Waits for the next mail."""
         mail = await self._ticket.mailbox.next()
         if mail.is_last:
             self._ended = True
             self._receipt = mail.receipt
         return mail
 
-    async def _admitted(self) -> Mail:
-        """The first mail, within the request's own limit on waiting."""
+    async def admitted(self) -> Mail:
+        """The first mail, within the request's own limit on waiting. Raises QueueTimeout."""
         if self._queue_timeout is None:
-            return await self._next()
+            return await self.next()
         started = time.monotonic()
-        mail = await self._within(self._queue_timeout, self._next())
+        mail = await self._within(self._queue_timeout, self.next())
         if mail is None:
             self._end_all(EndReason.CANCELLED)
             raise QueueTimeout(time.monotonic() - started, self._admission.retry_after)
@@ -227,7 +231,7 @@ class _Stream:
 
     async def _until_ended(self) -> None:
         while not self._ended:
-            await self._next()
+            await self.next()
 
     @staticmethod
     async def _within(seconds: float, work: Coroutine[Any, Any, _Result]) -> _Result | None:
@@ -242,14 +246,7 @@ class _Stream:
         finally:
             task.cancel()
 
-    def _deltas(self, mail: Mail) -> Iterable[generation_pb2.Delta]:
-        """At most one delta of each sample: what of the mail's tokens may be shown now."""
-        if len(self._samples) > 1:
-            return self._deltas_of_many(mail)
-        delta = self._feed(self._samples[0], mail.tokens, mail.logprobs, mail)
-        return () if delta is None else (delta,)
-
-    def _deltas_of_many(self, mail: Mail) -> Iterator[generation_pb2.Delta]:
+    def _deltas_of_many(self, mail: Mail) -> Iterator[generation_pb2.GenerateResponse]:
         for sample in self._samples:
             own = [place for place, index in enumerate(mail.samples) if index == sample.index]
             tokens = [mail.tokens[place] for place in own]
@@ -264,9 +261,12 @@ class _Stream:
         tokens: Sequence[int],
         logprobs: Sequence[TokenLogprobs],
         mail: Mail,
-    ) -> generation_pb2.Delta | None:
-        is_last, was_stopped = mail.is_last, sample.stopped
-        delta = sample.feed(tokens, logprobs, mail.ends.get(sample.index), is_last)
+    ) -> generation_pb2.GenerateResponse | None:
+        is_last, end = mail.is_last, mail.ends.get(sample.index)
+        if not sample.can_stop:
+            return sample.feed(tokens, logprobs, end, is_last)
+        was_stopped = sample.stopped
+        delta = sample.feed(tokens, logprobs, end, is_last)
         if not was_stopped and not is_last and sample.stopped:
             # What the core computes beyond the stop is thrown away.
             self._engine.end(self._ticket.sequences[sample.index], EndReason.STOP)
@@ -281,7 +281,8 @@ class _Stream:
             )
         )
 
-    def _finished(self) -> generation_pb2.GenerateResponse:
+    def finished(self) -> generation_pb2.GenerateResponse:
+        """The last message. Raises what the table in rpc.errors maps."""
         if self._receipt is None:
             raise RequestFailed(self._ticket.request_id)
         reasons = [sample.reason(self._receipt) for sample in self._samples]

@@ -28,6 +28,8 @@ class SampleStream:
     ) -> None:
         self.index = index
         self._output = output
+        # Whether the request named anything that may end it here.
+        self.can_stop = output.can_stop
         self._wants_ids = options.token_ids
         self._final_only = options.final_only
         # Why the core ended it, where a token of its own did.
@@ -54,8 +56,8 @@ class SampleStream:
         logprobs: Sequence[TokenLogprobs],
         end: EndReason | None,
         is_last: bool,
-    ) -> generation_pb2.Delta | None:
-        """Takes tokens; what of them, and of those before, may be shown now.
+    ) -> generation_pb2.GenerateResponse | None:
+        """Takes tokens; a message with what of them, and of those before, may be shown now.
 
         `end` is why the sample ends with them, if it does; `is_last`: nothing follows at all.
         """
@@ -71,10 +73,14 @@ class SampleStream:
         if self._final_only:
             self._pieces.append(piece)
             return None
-        return self._delta(piece) if any(piece) else None
+        return self._message(piece) if any(piece) else None
 
-    def _delta(self, piece: Piece) -> generation_pb2.Delta:
-        delta = generation_pb2.Delta(tokens=len(piece.token_ids), index=self.index)
+    def _message(self, piece: Piece) -> generation_pb2.GenerateResponse:
+        response = generation_pb2.GenerateResponse()
+        delta = response.delta  # filled in place: a Delta of its own would be copied
+        delta.tokens = len(piece.token_ids)
+        if self.index:
+            delta.index = self.index
         fill_delta(delta, piece)
         if self._wants_ids:
             delta.token_ids.extend(piece.token_ids)
@@ -82,7 +88,7 @@ class SampleStream:
             # Tokens leave in the order in which they came.
             leaving = (self._logprobs.popleft() for _ in piece.token_ids)
             delta.logprobs.extend(logprobs_message(each) for each in leaving)
-        return delta
+        return response
 
     def reason(self, receipt: Receipt) -> EndReason:
         """Why it ended; `receipt` says why the request's last sample did."""

@@ -69,9 +69,12 @@ class OutputText:
         stop_ids: Collection[int] = (),
     ) -> None:
         """Raises ValueError for an empty stop sequence."""
+        self._token_bytes = vocabulary.token_bytes
         self._decoder = IncrementalDecoder(vocabulary.token_bytes)
         self._stops = StopStrings(stop_sequences)
         self._stop_ids = frozenset(stop_ids)
+        # Where nothing can stop it, what is text by itself may be sent at once.
+        self.can_stop = bool(stop_sequences or stop_ids)
         self._ended = False  # by a stop token
         self._characters_decoded = 0
         self._characters_released = 0
@@ -101,8 +104,14 @@ class OutputText:
 
         Raises IndexError for an id outside the vocabulary.
         """
-        if len(token_ids) == 1 and not self.stopped:
-            return self._piece(self.advance(token_ids[0]))
+        if len(token_ids) == 1 and not self.can_stop and not self._waiting:
+            # Most streams are nothing but this, and it is a large part of what a token costs.
+            data = self._token_bytes[token_ids[0]] if token_ids[0] >= 0 else b""
+            if data and data.isascii():
+                self._token_count += 1
+                self._characters_decoded += len(data)
+                self._characters_released += len(data)
+                return Piece(data.decode("ascii"), [token_ids[0]])
         released: list[str] = []
         for token_id in token_ids:
             if self.stopped:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import threading
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,12 @@ from typing import Any
 import grpc
 import pytest
 import pytest_asyncio
-from scripted_model import END_OF_TEXT, VOCABULARY
+from scripted_model import END_OF_TEXT, PATIENCE, VOCABULARY
 from server_harness import Answer, ServerHarness, refusal_of, serving
 from tiny_model import byte_letters
 from tool_templates import MISTRAL_NAMES, QWEN
 
+from kvledger.streams import Mail, Mailbox
 from kvledger.tokenizer import Tokenizer, VocabularySource
 from kvledger.v1 import generation_pb2 as pb
 from kvledger.v1 import models_pb2
@@ -170,9 +172,32 @@ async def test_the_example_calls_its_function(server: ServerHarness) -> None:
     assert example.returncode == 0
 
 
-async def test_parts_come_as_the_model_writes_them(server: ServerHarness) -> None:
+def read_each_token(server: ServerHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on the model says nothing more before what it said has been fetched."""
+    fetch, say = Mailbox.next, server.scripted.after_step
+    fetched = threading.Semaphore(1)
+
+    async def counted(mailbox: Mailbox) -> Mail:
+        mail = await fetch(mailbox)
+        if mail.tokens:
+            fetched.release(len(mail.tokens))
+        return mail
+
+    def wait(logits: Any, plan: Any) -> None:
+        if plan.logits:
+            assert fetched.acquire(timeout=PATIENCE)
+        say(logits, plan)
+
+    monkeypatch.setattr(Mailbox, "next", counted)
+    server.scripted.after_step = wait
+
+
+async def test_parts_come_as_the_model_writes_them(
+    server: ServerHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Reasoning would come in one piece at its end, and a person look at nothing meanwhile."""
     script(server, f"<think>hm, let me</think>{CALL}")
+    read_each_token(server, monkeypatch)
     answer = await send(server, asking())
     thoughts = [delta.reasoning for delta in answer.deltas if delta.reasoning]
     assert len(thoughts) > 3
