@@ -5,13 +5,18 @@
 namespace kvledger {
 namespace {
 
-// What a sample still counts after the next one: about fifty of them make the fit.
-constexpr double kDecay = 0.98;
+// What a sample still counts after the next one: about a hundred of them make the fit.
+constexpr double kDecay = 0.99;
+// Share of the newest sample in the scale: about five of them make it.
+constexpr double kNewest = 0.2;
 // Rounds over the weights with each sample; they begin where the last ones ended.
 constexpr int kRounds = 8;
+// Keeps the weight of keys near zero until so many have been read that they matter: while contexts
+// are short, what looks like their price is the machine getting slower.
+constexpr double kKeysRidge = 0.5;
 // Keeps a weight where it is while its feature has not been seen.
 constexpr double kLeastProduct = 1e-12;
-// Samples after which an outlier can be told.
+// Samples after which an outlier can be told, and how far off it is.
 constexpr std::int64_t kTrusted = 8;
 constexpr double kOutlier = 3.0;
 
@@ -20,72 +25,76 @@ constexpr double kTokens = 1.0 / 16;
 constexpr double kKeys = 1.0 / 16384;
 constexpr double kMilliseconds = 1e-6;
 
-std::array<double, 3> decode_features(std::int64_t tokens, std::int64_t keys) noexcept {
+constexpr std::size_t kKeysFeature = 2;
+
+// What cannot be told apart yet goes to the first feature: a step of decoding takes its time for
+// whatever it has, and a prompt for its tokens, so that neither is expected to be cheaper than it
+// is.
+FittedTime::Features decode_features(std::int64_t tokens, std::int64_t keys) noexcept {
   return {1.0, static_cast<double>(tokens) * kTokens, static_cast<double>(keys) * kKeys};
 }
 
-std::array<double, 2> prefill_features(std::int64_t tokens, std::int64_t keys) noexcept {
-  return {static_cast<double>(tokens) * kTokens, static_cast<double>(keys) * kKeys};
-}
-
-// A value that is no outlier for what the fit expects.
-template <std::size_t kWeights>
-double tamed(const LeastSquares<kWeights>& fit, const std::array<double, kWeights>& features,
-             double value) noexcept {
-  const double expected = fit.predict(features);
-  return fit.samples() >= kTrusted && expected > 0.0 ? std::min(value, kOutlier * expected) : value;
+FittedTime::Features prefill_features(std::int64_t tokens, std::int64_t keys) noexcept {
+  return {static_cast<double>(tokens) * kTokens, 1.0, static_cast<double>(keys) * kKeys};
 }
 
 }  // namespace
 
-template <std::size_t kWeights>
-void LeastSquares<kWeights>::add(const Features& features, double value) noexcept {
+void FittedTime::add(const Features& features, double value) noexcept {
+  const double expected = predict(features);
+  const double told = samples_ >= kTrusted && expected > 0.0  //
+                          ? std::min(value, kOutlier * expected)
+                          : value;
   ++samples_;
-  for (std::size_t i = 0; i < kWeights; ++i) {
-    for (std::size_t j = 0; j < kWeights; ++j) {
+  for (std::size_t i = 0; i < features.size(); ++i) {
+    for (std::size_t j = 0; j < features.size(); ++j) {
       products_[i][j] = kDecay * products_[i][j] + features[i] * features[j];
     }
-    values_[i] = kDecay * values_[i] + features[i] * value;
+    values_[i] = kDecay * values_[i] + features[i] * told;
   }
+  fit();
+  if (samples_ > kTrusted && fitted(features) > 0.0) {
+    const double ratio = std::clamp(told / fitted(features), 1 / kOutlier, kOutlier);
+    scale_ += kNewest * (ratio - scale_);
+  }
+}
+
+void FittedTime::fit() noexcept {
   for (int round = 0; round < kRounds; ++round) {
-    for (std::size_t i = 0; i < kWeights; ++i) {
+    for (std::size_t i = 0; i < weights_.size(); ++i) {
       if (products_[i][i] < kLeastProduct) {
         continue;
       }
       double rest = values_[i];
-      for (std::size_t j = 0; j < kWeights; ++j) {
+      for (std::size_t j = 0; j < weights_.size(); ++j) {
         rest -= j == i ? 0.0 : products_[i][j] * weights_[j];
       }
-      weights_[i] = std::max(0.0, rest / products_[i][i]);
+      const double ridge = i == kKeysFeature ? kKeysRidge : 0.0;
+      weights_[i] = std::max(0.0, rest / (products_[i][i] + ridge));
     }
   }
 }
 
-template <std::size_t kWeights>
-double LeastSquares<kWeights>::predict(const Features& features) const noexcept {
+double FittedTime::fitted(const Features& features) const noexcept {
   double sum = 0.0;
-  for (std::size_t i = 0; i < kWeights; ++i) {
+  for (std::size_t i = 0; i < features.size(); ++i) {
     sum += weights_[i] * features[i];
   }
   return sum;
 }
-
-template class LeastSquares<2>;
-template class LeastSquares<3>;
 
 void StepTimeModel::observe(const StepWork& work, Nanoseconds elapsed) noexcept {
   const double total = static_cast<double>(std::max<Nanoseconds>(0, elapsed)) * kMilliseconds;
   const auto decode = decode_features(work.decode_tokens, work.decode_keys);
   if (work.prefill_tokens == 0) {
     if (work.decode_tokens > 0) {
-      decode_.add(decode, tamed(decode_, decode, total));
+      decode_.add(decode, total);
     }
     return;
   }
   largest_chunk_ = std::max(largest_chunk_, work.prefill_tokens);
-  const auto prefill = prefill_features(work.prefill_tokens, work.prefill_keys);
   const double rest = std::max(0.0, total - decode_.predict(decode));
-  prefill_.add(prefill, tamed(prefill_, prefill, rest));
+  prefill_.add(prefill_features(work.prefill_tokens, work.prefill_keys), rest);
 }
 
 Nanoseconds StepTimeModel::decode_time(std::int64_t tokens, std::int64_t keys) const noexcept {

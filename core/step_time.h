@@ -2,11 +2,13 @@
 // prompt's chunk can be chosen to fit into the time that running streams can spare.
 //
 //   decode part   = a + b * decode tokens + c * keys they read
-//   prefill part  = p * prompt tokens + q * keys they read
+//   prefill part  = f + p * prompt tokens + q * keys they read
 //
 // Both are fitted by least squares without negative weights, each from the steps that say something
 // about it, older ones counting less. Two fits instead of one, because minutes of pure decoding
-// must not wear out what is known about prompts. A step that took three times as long as expected
+// must not wear out what is known about prompts. What each fit expects is scaled by what the last
+// few steps took of it: a machine gets slower and faster within seconds, sooner than weights are
+// told apart from steps that are much alike. A step that took three times as long as expected
 // counts as three times as long: an interruption by the machine is no news about the model, and a
 // real change shows itself in the next steps too.
 //
@@ -36,20 +38,24 @@ constexpr std::int64_t keys_of_chunk(std::int64_t computed, std::int64_t tokens)
   return tokens * computed + tokens * (tokens + 1) / 2;
 }
 
-// Weighted least squares of a few non-negative weights, newest samples first.
-template <std::size_t kWeights>
-class LeastSquares {
+// Weighted least squares of three non-negative weights, newest samples first, scaled by what the
+// newest of them were.
+class FittedTime {
  public:
-  using Features = std::array<double, kWeights>;
+  using Features = std::array<double, 3>;
 
   void add(const Features& features, double value) noexcept;
-  double predict(const Features& features) const noexcept;
-  std::int64_t samples() const noexcept { return samples_; }
+  double predict(const Features& features) const noexcept { return scale_ * fitted(features); }
 
  private:
-  std::array<Features, kWeights> products_{};  // decayed sums of features times features
-  Features values_{};                          // and of features times value
+  double fitted(const Features& features) const noexcept;
+  // Brings the weights nearer to what the sums say.
+  void fit() noexcept;
+
+  std::array<Features, 3> products_{};  // decayed sums of features times features
+  Features values_{};                   // and of features times value
   Features weights_{};
+  double scale_ = 1.0;
   std::int64_t samples_ = 0;
 };
 
@@ -69,8 +75,8 @@ class StepTimeModel {
  private:
   static constexpr std::int64_t kFirstChunk = 32;
 
-  LeastSquares<3> decode_;
-  LeastSquares<2> prefill_;
+  FittedTime decode_;
+  FittedTime prefill_;
   std::int64_t largest_chunk_ = kFirstChunk / 2;
 };
 

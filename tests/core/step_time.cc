@@ -124,6 +124,36 @@ TEST_CASE("an interruption is forgotten, a slower machine is noticed") {
   CHECK(within(model.decode_time(work.decode_tokens, work.decode_keys), 3 * before, 0.15));
 }
 
+TEST_CASE("a slowing machine is not blamed on contexts that are still short") {
+  // If this fails, steps are expected to take ever longer while contexts grow, and prompts may
+  // stretch them by as much: streams stutter more with each token.
+  StepTimeModel model;
+  Machine machine;
+  machine.thousand_keys = 0;
+  std::int64_t context = 64;
+  for (int i = 0; i < 45; ++i, ++context) {
+    const StepWork work = decoding(8, context);
+    model.observe(work, machine.time(work) * (100 + i) / 100);
+  }
+  const Nanoseconds now = machine.time(decoding(8, context)) * 144 / 100;
+  CHECK(model.decode_time(8, 8 * (context + 250)) <= now * 11 / 10);
+}
+
+TEST_CASE("a prompt that costs more than expected gets smaller chunks within a few steps") {
+  // If this fails, a long prompt breaks the limit for as long as it takes.
+  StepTimeModel model;
+  Machine machine;
+  teach(model, machine);
+  machine.prefill_token *= 2;
+  const auto chosen = [&model] { return model.prefill_within(60 * kMillisecond, 0, 4096); };
+  for (int i = 0; i < 10; ++i) {
+    const StepWork work = with_prompt(decoding(8, 300), 0, chosen());
+    model.observe(work, machine.time(work));
+  }
+  const StepWork work = with_prompt(StepWork{}, 0, chosen());
+  CHECK(machine.time(work) - machine.step <= 72 * kMillisecond);
+}
+
 TEST_CASE("long decoding does not wear out what is known about prompts") {
   // If this fails, the first prompt after a quiet hour meets a model that has forgotten.
   StepTimeModel model;
