@@ -1,19 +1,22 @@
 #include "core/step_time.h"
 
 #include <algorithm>
+#include <numeric>
 
 namespace kvledger {
 namespace {
 
 // What a sample still counts after the next one: about a hundred of them make the fit.
 constexpr double kDecay = 0.99;
-// Share of the newest sample in the scale: about five of them make it.
-constexpr double kNewest = 0.2;
+// Share of the newest sample in the scale. What takes longer is believed sooner than what takes
+// less.
+constexpr double kNewestSlower = 0.5;
+constexpr double kNewestFaster = 0.1;
 // Rounds over the weights with each sample; they begin where the last ones ended.
 constexpr int kRounds = 8;
 // Keeps the weight of keys near zero until so many have been read that they matter: while contexts
 // are short, what looks like their price is the machine getting slower.
-constexpr double kKeysRidge = 0.5;
+constexpr double kKeysRidge = 0.1;
 // Keeps a weight where it is while its feature has not been seen.
 constexpr double kLeastProduct = 1e-12;
 // Samples after which an outlier can be told, and how far off it is.
@@ -46,16 +49,18 @@ void FittedTime::add(const Features& features, double value) noexcept {
                           ? std::min(value, kOutlier * expected)
                           : value;
   ++samples_;
+  // By its size, so that an error counts for its share: small steps matter as much as large ones.
+  const double size = std::reduce(features.begin(), features.end());
   for (std::size_t i = 0; i < features.size(); ++i) {
     for (std::size_t j = 0; j < features.size(); ++j) {
-      products_[i][j] = kDecay * products_[i][j] + features[i] * features[j];
+      products_[i][j] = kDecay * products_[i][j] + features[i] / size * features[j] / size;
     }
-    values_[i] = kDecay * values_[i] + features[i] * told;
+    values_[i] = kDecay * values_[i] + features[i] / size * told / size;
   }
   fit();
   if (samples_ > kTrusted && fitted(features) > 0.0) {
     const double ratio = std::clamp(told / fitted(features), 1 / kOutlier, kOutlier);
-    scale_ += kNewest * (ratio - scale_);
+    scale_ += (ratio > scale_ ? kNewestSlower : kNewestFaster) * (ratio - scale_);
   }
 }
 
