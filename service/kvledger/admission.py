@@ -134,7 +134,7 @@ class Admission:
         """
         arrived_at = time.monotonic_ns()
         if self._draining:
-            raise ServerDraining(_RETRY_LEAST)
+            raise ServerDraining()
         tokens_max = self._engine.sequence_tokens_max
         check_prompt_fits(len(prompt), tokens_max, self._context_tokens)
         if self.streams.waiting_count >= self._queued_max:

@@ -102,7 +102,8 @@ class ReaderStalled(Exception):
 class ServerDraining(Exception):
     """The server finishes what it has and takes nothing new."""
 
-    def __init__(self, retry_after_seconds: float) -> None:
+    # Another server answers at once; one that starts again takes seconds.
+    def __init__(self, retry_after_seconds: float = 1.0) -> None:
         super().__init__("the server is shutting down; try another one or come back")
         self.retry_after_seconds = retry_after_seconds
 

@@ -150,7 +150,7 @@ class _Worker:
 
     async def _start(self, vocabulary: Vocabulary) -> None:
         if self._closed:
-            raise ServerDraining(_RETRY_SECONDS)
+            raise ServerDraining()
         self._process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "kvledger.constraints.worker"),
             stdin=asyncio.subprocess.PIPE,
@@ -158,7 +158,7 @@ class _Worker:
             stderr=asyncio.subprocess.DEVNULL,  # the library's words may quote the client
         )
         if self._closed:  # in the meantime; what raises here is stopped
-            raise ServerDraining(_RETRY_SECONDS)
+            raise ServerDraining()
         assert self._process.stdin is not None
         self._process.stdin.write(frame(vocabulary.pack()))
         # An empty object costs nothing to compile: its answer means that the process is ready.

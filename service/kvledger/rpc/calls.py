@@ -33,8 +33,6 @@ _log = structlog.get_logger(__name__)
 GRACE_SECONDS = 3.0
 # How often calls are looked at, in seconds.
 _INTERVAL = 0.5
-# When a caller of a server that stops may come again, in seconds.
-_RETRY_SECONDS = 1.0
 
 # gRPC's coroutine that starts a handler and waits for its client.
 _WAITS_FOR_CLIENT = "_schedule_rpc_coro"
@@ -221,7 +219,7 @@ class Calls(grpc.aio.ServerInterceptor):  # type: ignore[misc]
                         finally:
                             request.cancel()
                         if not request.done():
-                            await abort(context, ServerDraining(_RETRY_SECONDS))
+                            await abort(context, ServerDraining())
                         if request.result() is None:
                             return
                         yield request.result()

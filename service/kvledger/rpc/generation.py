@@ -125,7 +125,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 raise
             # Something that the handler waited for was cancelled; gRPC would send no status at all.
             trailer = await stream.settle() if stream is not None else ()
-            await abort(context, ServerDraining(self._admission.retry_after), trailer)
+            await abort(context, ServerDraining(), trailer)
         except Exception as error:
             trailer = await stream.settle() if stream is not None else ()
             await abort(context, error, trailer)
@@ -292,7 +292,7 @@ class _Stream:
             raise ReaderStalled(self._admission.stall_seconds)
         if EndReason.CANCELLED in reasons:
             # Nobody but a server that stops ends a request whose client still listens.
-            raise ServerDraining(self._admission.retry_after)
+            raise ServerDraining()
         return generation_pb2.GenerateResponse(
             finished=generation_pb2.Finished(
                 samples=map(SampleStream.message, self._samples, reasons),

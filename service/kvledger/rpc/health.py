@@ -20,9 +20,6 @@ from kvledger.rpc.errors import abort
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 _Status = health_pb2.HealthCheckResponse
 
-# When a watcher of a server that stops may ask again, in seconds.
-_RETRY_SECONDS = 1.0
-
 
 class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     """One status for all services. Belongs to the event loop's thread."""
@@ -82,7 +79,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
                 yield _Status(status=status)
             else:
                 await changed.wait()
-        await abort(context, ServerDraining(_RETRY_SECONDS))
+        await abort(context, ServerDraining())
 
     def _status(self, name: str) -> health_pb2.HealthCheckResponse.ServingStatus:
         if name not in self._names:
