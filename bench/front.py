@@ -2,10 +2,11 @@
 
     python -m bench.front [--streams 16] [--tokens 1500] [--rounds 5]
 
-Both servers stream the very same messages, one token in each, to the same client: so many streams
+All servers stream the very same messages, one token in each, to the same client: so many streams
 at once on one connection, each of so many tokens. Each server has one processor, the same one, and
 the client another. They take turns in one run; ratios are those of a round. The bar is 75 % of the
-bare server's messages a second. docs/load.md says more.
+messages a second of a bare server as gRPC's documentation has it; one on the event loop that the
+service uses is shown beside it. docs/load.md says more.
 """
 
 from __future__ import annotations
@@ -99,13 +100,14 @@ def median_text(values: Sequence[float], form: str) -> str:
     return f"{statistics.median(values):{form}} ({least:{form}} to {most:{form}})"
 
 
-def report(service: Sequence[Turn], bare: Sequence[Turn]) -> str:
+def report(service: Sequence[Turn], bare: Sequence[Turn], bare_uvloop: Sequence[Turn]) -> str:
     """The table of all rounds."""
     lines = []
-    for name, turns in (("service", service), ("bare grpc.aio", bare)):
+    named = (("service", service), ("bare grpc.aio", bare), ("bare on uvloop", bare_uvloop))
+    for name, turns in named:
         busy = statistics.median(turn.busy for turn in turns)
         lines.append(
-            f"{name:14}{median_text([turn.rate for turn in turns], ',.0f')} messages/s, "
+            f"{name:15}{median_text([turn.rate for turn in turns], ',.0f')} messages/s, "
             f"{median_text([turn.cpu_microseconds for turn in turns], '.1f')} us of processor "
             f"time a message, {busy:.0%} of its processor used"
         )
@@ -114,11 +116,13 @@ def report(service: Sequence[Turn], bare: Sequence[Turn]) -> str:
     ratios = [ours.rate / theirs.rate for ours, theirs in zip(service, bare, strict=True)]
     word = "kept" if statistics.median(ratios) >= BAR else "MISSED"
     lines.append(f"service / bare {median_text(ratios, '.3f')}; bar {BAR:.2f}: {word}")
+    ratios = [ours.rate / theirs.rate for ours, theirs in zip(service, bare_uvloop, strict=True)]
+    lines.append(f"service / bare on uvloop {median_text(ratios, '.3f')}")
     return "\n".join(lines)
 
 
 async def measure(options: argparse.Namespace, core: int) -> str:
-    """Starts both servers, lets them take turns, and returns the table.
+    """Starts the servers, lets them take turns, and returns the table.
 
     Raises NotRun, CallFailed.
     """
@@ -128,27 +132,27 @@ async def measure(options: argparse.Namespace, core: int) -> str:
         recorded = Path(folder) / "messages"
         service = StubProcess(["lockstep", *sequences], core)
         bare = StubProcess(["bare", "--messages", str(recorded)], core)
+        bare_uvloop = StubProcess(["bare", "--messages", str(recorded), "--uvloop"], core)
+        servers = [service, bare, bare_uvloop]
         try:
             await service.start()
             _, answer = take_turn(service, streams, tokens)  # does not count
             recorded.write_bytes(answer)
-            await bare.start()
-            take_turn(bare, streams, tokens)  # does not count
-            company = Company(default_cores(2), [service.group, bare.group])
-            turns: dict[StubProcess, list[Turn]] = {service: [], bare: []}
-            for index in range(options.rounds):
-                # Another one first each time.
-                for server in (service, bare) if index % 2 == 0 else (bare, service):
+            for server in servers[1:]:
+                await server.start()
+                take_turn(server, streams, tokens)  # does not count
+            company = Company(default_cores(2), [server.group for server in servers])
+            turns: dict[StubProcess, list[Turn]] = {server: [] for server in servers}
+            for _ in range(options.rounds):
+                for server in servers:
                     turns[server].append(take_turn(server, streams, tokens)[0])
+                servers = [*servers[1:], servers[0]]  # another one first each time
             sentence = company.sentence()
         finally:
-            await service.stop()
-            await bare.stop()
-    deltas = 2 * (options.rounds + 1) * streams * tokens
-    return (
-        f"{report(turns[service], turns[bare])}\n"
-        f"each of {deltas:,} deltas had exactly one token\n{sentence}"
-    )
+            for server in servers:
+                await server.stop()
+    deltas = len(servers) * (options.rounds + 1) * streams * tokens
+    return f"{report(*turns.values())}\neach of {deltas:,} deltas had exactly one token\n{sentence}"
 
 
 async def run(options: argparse.Namespace) -> int:

@@ -1,12 +1,13 @@
 """The servers of bench.front and bench.stalled, each a process of its own.
 
     python -m bench.stub_server lockstep | paced [OPTIONS OF kvledger serve]
-    python -m bench.stub_server bare --messages FILE
+    python -m bench.stub_server bare --messages FILE [--uvloop]
 
 The first two are the whole service with a stub in place of the model, which always says the same
 token. `lockstep` computes a step as soon as all readers have fetched what the last one gave them,
 so nobody is ever given two tokens at once; `paced` takes --step seconds for each step. `bare` is
-what grpc.aio offers and nothing else; it answers every call with the messages of a file.
+what grpc.aio offers and nothing else, on asyncio's own loop unless --uvloop is given; it answers
+every call with the messages of a file.
 
 Prints {"listen": HOST:PORT} when it is ready, and {"sequences": N} when a step of `paced` has
 another number of sequences than the one before.
@@ -211,10 +212,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("kind", choices=("lockstep", "paced", "bare"))
     parser.add_argument("--messages", type=Path)
+    parser.add_argument("--uvloop", action="store_true", help="the loop of `bare`")
     parser.add_argument("--step", type=float, default=0.01, help="seconds, of `paced`")
     options, rest = parser.parse_known_args()
     if options.kind == "bare":
-        return asyncio.run(serve_bare(options.messages.read_bytes()))
+        run = event_loop.run if options.uvloop else asyncio.run
+        return run(serve_bare(options.messages.read_bytes()))
     return serve_stub(options.kind, options.step, rest)
 
 

@@ -62,12 +62,14 @@ def test_a_delta_of_two_tokens_spoils_the_comparison() -> None:
 def test_the_report_has_the_median_ratio_and_its_bar() -> None:
     """A missed bar, or a server that only waited, would pass for a good figure."""
     bare = [Turn(1000, 1.0, 0.95)] * 3
-    kept = report([Turn(1000, seconds, seconds) for seconds in (1.25, 1.3, 2.0)], bare)
-    assert "0.769 (0.500 to 0.800); bar 0.75: kept" in kept
+    faster = [Turn(1000, 0.5, 0.5)] * 3
+    kept = report([Turn(1000, seconds, seconds) for seconds in (1.25, 1.3, 2.0)], bare, faster)
+    assert "service / bare 0.769 (0.500 to 0.800); bar 0.75: kept" in kept
+    assert "service / bare on uvloop 0.385 (0.250 to 0.400)" in kept
     assert "VOID" not in kept
-    missed = report([Turn(1000, 2.0, 2.0)] * 3, bare)
+    missed = report([Turn(1000, 2.0, 2.0)] * 3, bare, faster)
     assert "0.500 (0.500 to 0.500); bar 0.75: MISSED" in missed
-    assert "VOID: service" in report([Turn(1000, 1.0, 0.5)] * 3, bare)
+    assert "VOID: service" in report([Turn(1000, 1.0, 0.5)] * 3, bare, faster)
 
 
 def test_lock_step_holds_a_step_back_until_all_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
