@@ -82,9 +82,17 @@ class Admission:
     """Takes requests in and writes one line in the log when each has ended."""
 
     def __init__(
-        self, engine: Engine, context_tokens: int, queued_max: int, mailboxes: MailboxLimits
+        self,
+        engine: Engine,
+        context_tokens: int,
+        queued_max: int,
+        mailboxes: MailboxLimits,
+        places: int = 0,
     ) -> None:
-        """`context_tokens` is the model's context window, `queued_max` the most that may wait."""
+        """`context_tokens` is the model's context window, `queued_max` the most that may wait.
+
+        `places` is how many sequences may run at once.
+        """
         self._engine = engine
         self._context_tokens = context_tokens
         self._queued_max = queued_max
@@ -94,7 +102,7 @@ class Admission:
         self._draining = False
         self._finish_interval = 1.0  # seconds from one receipt to the next, smoothed
         self._last_finish = time.monotonic()
-        self.streams = Streams(mailboxes, _EngineFlow(engine), self._on_end)
+        self.streams = Streams(mailboxes, _EngineFlow(engine), self._on_end, places)
 
     @property
     def open_requests(self) -> Mapping[int, object]:
@@ -137,7 +145,8 @@ class Admission:
             raise ServerDraining()
         tokens_max = self._engine.sequence_tokens_max
         check_prompt_fits(len(prompt), tokens_max, self._context_tokens)
-        if self.streams.waiting_count >= self._queued_max:
+        # Whom the next step admits does not queue.
+        if self.streams.waiting_count >= self._queued_max + self.streams.free_places:
             raise QueueFull(self.streams.waiting_count, self.retry_after)
         # What exceeds the room ends with CONTEXT instead of LENGTH: ask for one token too many.
         room = tokens_max - len(prompt)

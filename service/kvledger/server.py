@@ -64,6 +64,7 @@ class Server:
             model.config.context_tokens,
             settings.max_queued,
             MailboxLimits(settings.mailbox_tokens, settings.stall_timeout),
+            settings.sequences_max,
         )
         self._prompts = PromptEncoder(model.tokenizer, settings.max_queued)
         self._constraints = ConstraintCompiler(model.tokenizer)

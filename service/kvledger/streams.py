@@ -197,11 +197,16 @@ class Streams:
     """All open requests, by the sequences of their samples. Belongs to the event loop's thread."""
 
     def __init__(
-        self, limits: MailboxLimits, flow: Flow, on_end: Callable[[int, Receipt | None], None]
+        self,
+        limits: MailboxLimits,
+        flow: Flow,
+        on_end: Callable[[int, Receipt | None], None],
+        places: int = 0,
     ) -> None:
         """`on_end` is told each request's first sequence and its receipt, exactly once.
 
-        There is no receipt for a request that the core refused to take.
+        There is no receipt for a request that the core refused to take. `places` is how many
+        sequences may run at once.
         """
         self._limits = limits
         self._flow = flow
@@ -209,6 +214,7 @@ class Streams:
         self._mailboxes: dict[int, Mailbox] = {}
         self._open_count = 0
         self._waiting: set[int] = set()
+        self._places = self._free_places = places
         self._nobody = asyncio.Event()
         self._nobody.set()
 
@@ -221,6 +227,11 @@ class Streams:
     def waiting_count(self) -> int:
         """Requests that were never admitted yet."""
         return len(self._waiting)
+
+    @property
+    def free_places(self) -> int:
+        """Sequences that the next step may admit, as far as is known; 0 where others wait."""
+        return self._free_places
 
     def open(self, sequence: int, samples: int = 1) -> Mailbox:
         """A mailbox for a new request, whose samples are `sequence` and those that follow it."""
@@ -238,6 +249,7 @@ class Streams:
     def deliver(self, outcome: StepOutcome) -> None:
         """Sorts one outcome into the mailboxes."""
         report = outcome.report
+        self._free_places = 0 if report.waiting else max(0, self._places - report.running)
         admissions = report.admissions
         # Most steps admit nobody, and taking columns costs as much as many tokens.
         columns = admissions[["sequence", "queued", "again"]].tolist() if admissions.size else ()

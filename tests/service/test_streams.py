@@ -26,6 +26,8 @@ def outcome(
     receipts: list[tuple[int, EndReason]] | None = None,
     refusals: list[int] | None = None,
     logprobs: dict[int, TokenLogprobs] | None = None,
+    running: int = 0,
+    waiting: int = 0,
 ) -> StepOutcome:
     """What the engine publishes. admissions: (sequence, queued, again); tokens: (sequence, id)."""
 
@@ -44,6 +46,8 @@ def outcome(
         tokens=rows("tokens", [{"sequence": s, "token": t} for s, t in tokens or []]),
         receipts=rows("receipts", [{"sequence": s, "end_reason": r} for s, r in receipts or []]),
         refusals=rows("refusals", [{"sequence": s} for s in refusals or []]),
+        running=running,
+        waiting=waiting,
     )
     return StepOutcome(report, logprobs or {})  # type: ignore[arg-type]
 
@@ -370,3 +374,15 @@ async def test_the_end_of_a_request_ends_its_stall(flow: FakeFlow, ends: Ends) -
     await asyncio.sleep(0.03)
     assert (await mailbox.next()).is_last
     assert flow.asked == [("pause", 1)]
+
+
+def test_places_are_free_unless_somebody_waits_for_memory() -> None:
+    """A burst would be refused on an idle server, or a queue grow beyond its bound."""
+    streams = Streams(MailboxLimits(1000, 1000.0), FakeFlow(), Ends(), places=4)
+    assert streams.free_places == 4
+    streams.deliver(outcome(running=1))
+    assert streams.free_places == 3
+    streams.deliver(outcome(running=1, waiting=1))
+    assert streams.free_places == 0
+    streams.deliver(outcome(running=4))
+    assert streams.free_places == 0

@@ -165,6 +165,17 @@ async def test_a_full_queue_says_when_to_come_back() -> None:
         assert len(server.log.reasons) == 4, "who was refused has no receipt"
 
 
+async def test_a_burst_takes_the_free_places_before_it_queues() -> None:
+    """An idle server would refuse requests that it could begin at once."""
+    async with serving("--max-queued", "2", sequences_max=4) as server:
+        gate = server.gate()
+        tasks = await _fill(server, 4 + 2)
+        assert (await server.refusal(text=CANARY)).reason == "QUEUE_FULL"
+        gate.open()
+        assert {answer.reason for answer in await asyncio.gather(*tasks)} == {"LENGTH"}
+        await server.require_all_free()
+
+
 async def _fill_more(server: ServerHarness, count: int) -> list[asyncio.Task[Any]]:
     tasks = [asyncio.create_task(server.answer(text="a", max_tokens=2)) for _ in range(count)]
     await server.until(lambda: server.server._admission.streams.waiting_count == count)
