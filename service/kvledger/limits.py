@@ -166,7 +166,15 @@ def _generate_violations(
     yield from _counted("priority", "priority", request.priority)
     if request.HasField("queue_timeout"):
         timeout = request.queue_timeout
-        yield from _counted("queue_timeout", "queue_timeout", timeout.seconds + timeout.nanos / 1e9)
+        seconds = timeout.seconds + timeout.nanos / 1e9
+        found = list(_counted("queue_timeout", "queue_timeout", seconds))
+        if not found and not 0 <= timeout.nanos < 10**9:
+            found.append(
+                FieldViolation(
+                    "queue_timeout.nanos", f"{timeout.nanos}, allowed are 0 to 999999999"
+                )
+            )
+        yield from found
 
 
 def _prompt_violations(

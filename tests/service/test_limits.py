@@ -594,3 +594,11 @@ def test_a_prompt_leaves_room_for_an_answer(tokens_max: int, whose: str) -> None
         assert violation.reason.endswith(whose)
     with pytest.raises(InvalidRequest, match="no tokens"):
         check_prompt_fits(0, tokens_max, 100)
+
+
+@pytest.mark.parametrize(("seconds", "nanos"), [(1, 2_000_000_000), (1, -5), (0, 1_000_000_000)])
+def test_a_duration_is_one_as_protobuf_means_it(seconds: int, nanos: int) -> None:
+    """What other libraries refuse would mean here what nobody wrote down."""
+    request = generate()
+    request.queue_timeout.seconds, request.queue_timeout.nanos = seconds, nanos
+    assert violations(request)["queue_timeout.nanos"] == f"{nanos}, allowed are 0 to 999999999"
