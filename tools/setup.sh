@@ -16,9 +16,9 @@ say() { printf '%s\n' "setup: $*"; }
 fail() { printf '%s\n' "setup: $*" >&2; exit 1; }
 
 case $tier in
-  serve) extras='' ;;
-  test) extras='[test]' ;;
-  check) extras='[test,check]' ;;
+  serve) extras='' tiers='serve' ;;
+  test) extras='[test]' tiers='serve test' ;;
+  check) extras='[test,check]' tiers='serve test check' ;;
   *) fail "unknown tier '$tier'; known are serve, test and check" ;;
 esac
 
@@ -85,6 +85,8 @@ if [ ! -e "$venv/.built" ] || [ -n "$newer" ] ||
    [ "$(cat "$venv/.packages-$tier" 2>/dev/null)" != "$wanted" ]; then
   say "building kvledger"
   pip install --no-compile --no-build-isolation --editable ".$extras"
-  printf '%s' "$wanted" > "$venv/.packages-$tier"
+  for each in $tiers; do
+    printf '%s' "$wanted" > "$venv/.packages-$each"
+  done
   touch "$venv/.built"
 fi
