@@ -450,13 +450,15 @@ def test_a_refusal_names_sixteen_violations_at_most() -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "nanos"),
-    [(3600, 1), (2**62, 0), (-(2**62), 0), (0, -1), (3599, 1_000_000_001), (-1, 999_999_999)],
+    [(3600, 1), (2**62, 0), (-(2**62), 0), (0, -1), (3599, 1_000_000_001), (-1, 999_999_999)]
+    + [(1, 2_000_000_000), (1, -5), (0, 1_000_000_000)],
 )
 def test_waiting_is_bounded_however_it_is_written(seconds: int, nanos: int) -> None:
     """A duration whose parts are odd would slip past the limit, or raise further down."""
     request = generate()
     request.queue_timeout.seconds, request.queue_timeout.nanos = seconds, nanos
-    assert set(violations(request)) == {"queue_timeout"}
+    within = 0 <= seconds + nanos / 1e9 <= 3600
+    assert set(violations(request)) == {"queue_timeout.nanos" if within else "queue_timeout"}
 
 
 @given(
@@ -594,11 +596,3 @@ def test_a_prompt_leaves_room_for_an_answer(tokens_max: int, whose: str) -> None
         assert violation.reason.endswith(whose)
     with pytest.raises(InvalidRequest, match="no tokens"):
         check_prompt_fits(0, tokens_max, 100)
-
-
-@pytest.mark.parametrize(("seconds", "nanos"), [(1, 2_000_000_000), (1, -5), (0, 1_000_000_000)])
-def test_a_duration_is_one_as_protobuf_means_it(seconds: int, nanos: int) -> None:
-    """What other libraries refuse would mean here what nobody wrote down."""
-    request = generate()
-    request.queue_timeout.seconds, request.queue_timeout.nanos = seconds, nanos
-    assert violations(request)["queue_timeout.nanos"] == f"{nanos}, allowed are 0 to 999999999"
