@@ -123,3 +123,21 @@ def test_every_list_is_refused_beyond_its_limit(path: str) -> None:
         violation = refused.value.violations[0]
         assert re.sub(r"\[\d+\]", "", violation.field) == path
         assert str(most) in violation.reason
+
+
+@pytest.mark.parametrize(
+    ("seconds", "nanos"),
+    [
+        *((3600, 1), (2**62, 0), (-(2**62), 0), (0, -1), (3599, 1_000_000_001), (-1, 999_999_999)),
+        *((1, 2_000_000_000), (1, -5), (0, 1_000_000_000)),
+    ],
+)
+def test_waiting_is_bounded_however_it_is_written(seconds: int, nanos: int) -> None:
+    """A duration whose parts are odd would slip past the limit, or raise further down."""
+    request = pb.GenerateRequest(text="x")
+    request.queue_timeout.seconds, request.queue_timeout.nanos = seconds, nanos
+    with pytest.raises(InvalidRequest) as refused:
+        check_generate(request, VOCABULARY)
+    (violation,) = refused.value.violations
+    within = 0 <= seconds + nanos / 1e9 <= 3600
+    assert violation.field == ("queue_timeout.nanos" if within else "queue_timeout")
