@@ -162,14 +162,17 @@ async def _ended(client: Http2Client) -> str:
 async def _answers(address: str, count: int) -> list[str]:
     """The status of one call on each of so many connections, all open at once."""
     clients: list[Http2Client] = []
+    answers: list[asyncio.Task[str]] = []
     for begin in range(0, count, 100):
         these = range(begin, min(count, begin + 100))
-        clients += await asyncio.gather(
-            *(Http2Client.call(address, request("a", 1)) for _ in these)
-        )
-    for client in clients:
-        await client.open_window(1 << 16)
-    statuses = await asyncio.gather(*(_ended(client) for client in clients))
+        new = await asyncio.gather(*(Http2Client.call(address, request("a", 1)) for _ in these))
+        clients += new
+        # They read at once: who does not answer pings while the others come has vanished.
+        answers += [asyncio.create_task(_ended(client)) for client in new]
+    for client, answered in zip(clients, answers, strict=True):
+        if not answered.done():  # with a refusal, which needs no window
+            await client.open_window(1 << 16)
+    statuses = await asyncio.gather(*answers)
     for client in clients:
         await client.close()
     return list(statuses)
@@ -177,7 +180,8 @@ async def _answers(address: str, count: int) -> list[str]:
 
 def _connect(tiny: Path, count: int) -> None:
     options = ("--max-connections", str(count + 10), "--max-queued", str(count))
-    with tiny_server(tiny, *options) as server:
+    # The first must be there yet when the last comes, and their windows are closed until then.
+    with tiny_server(tiny, *options, "--stall-timeout", "600") as server:
         statuses = asyncio.run(_answers(server.address, count))
         assert set(statuses) == {"0"}, {status: statuses.count(status) for status in set(statuses)}
         server.wait(lambda: len(server.events("request_finished")) == count)
