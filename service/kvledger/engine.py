@@ -89,11 +89,6 @@ class StepOutcome:
     # By request, of tokens of its prompt.
     prompts: Mapping[int, Sequence[PromptLogprobs]] = field(default_factory=dict)
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing happened that anybody waits for."""
-        return self.report.is_empty and not self.prompts
-
 
 def make_core(
     *,
