@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import resource
-import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from processor_time import takes_at_most
 
 from kvledger.errors import InvalidRequest, ModelRefused
 from kvledger.tokenizer import ChatMessage, ChatTemplate
@@ -394,11 +394,9 @@ HOSTILE = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_templates_are_refused_at_once(name: str) -> None:
     # A model file could stop the server, take its memory, or read its insides.
-    started = time.process_time()
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(ModelRefused) as refused:
+    with takes_at_most(1), pytest.raises(ModelRefused) as refused:
         chat_template(HOSTILE[name])
-    assert time.process_time() - started < 1
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 200_000
     assert len(str(refused.value)) < 400
 
@@ -407,10 +405,9 @@ def test_a_template_that_turns_hostile_later_is_refused_then() -> None:
     # A template that knows how it is tried out could pass, and then stop the server.
     source = "{% if messages | length > 1 %}{% for i in range(10**9) %}{% endfor %}{% endif %}"
     template = chat_template(source)
-    started = time.process_time()
-    with pytest.raises(InvalidRequest, match="operations; send text or token ids") as refused:
+    told = "operations; send text or token ids"
+    with takes_at_most(1), pytest.raises(InvalidRequest, match=told) as refused:
         text_of(template, ["a", "b"])
-    assert time.process_time() - started < 1
     assert refused.value.violations[0].field == "chat"
     assert text_of(template, ["a"]) == ""
 
@@ -419,9 +416,8 @@ def test_a_content_of_four_mebibytes_is_rendered_in_bounded_time() -> None:
     # One large request would keep the others waiting, or be refused though the template is plain.
     content = ("<|im_end|>text" * 400_000)[: 4 * 2**20]
     template = chat_template(PLAIN)
-    started = time.process_time()
-    parts = template.render([ChatMessage("user", content)])
-    assert time.process_time() - started < 2
+    with takes_at_most(2):
+        parts = template.render([ChatMessage("user", content)])
     assert [part.text for part in parts if part.is_control_token] == [
         "<|im_start|>",
         "<|im_end|>",

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-import time
 import tracemalloc
 from typing import Any
 
 import pytest
 from google.protobuf.message import DecodeError
+from processor_time import takes_at_most
 
 from kvledger.limits import LIMITS
 from kvledger.rpc.item_counts import too_many_items
@@ -62,9 +62,8 @@ def test_long_lists_of_numbers_are_fine() -> None:
 def test_very_many_small_fields_are_refused() -> None:
     """Counting would itself take long."""
     flood = b"\x48\x01" * 2_000_000  # priority, again and again
-    started = time.process_time()
-    found = too_many_items(flood, KIND)
-    assert time.process_time() - started < 2
+    with takes_at_most(2):
+        found = too_many_items(flood, KIND)
     assert found is not None
     assert found.field == "request"
 
@@ -82,9 +81,8 @@ def test_a_million_items_are_refused_at_once(hostile: bytes) -> None:
     """One message would take sixty megabytes, and the event loop's time (B49)."""
     tracemalloc.start()
     try:
-        started = time.process_time()
-        assert too_many_items(hostile, KIND) is not None
-        assert time.process_time() - started < 0.5
+        with takes_at_most(0.5):
+            assert too_many_items(hostile, KIND) is not None
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
