@@ -82,14 +82,14 @@ class LockStep:
 
     def watch_mailboxes(self) -> None:
         """Counts what readers fetch from now on, in this process."""
-        fetch = Mailbox.next
+        take = Mailbox.take
 
-        async def counted(mailbox: Mailbox) -> Mail:
-            mail = await fetch(mailbox)
+        def counted(mailbox: Mailbox) -> Mail:
+            mail = take(mailbox)
             self.fetched(len(mail.tokens))
             return mail
 
-        Mailbox.next = counted  # type: ignore[method-assign,assignment]
+        Mailbox.take = counted  # type: ignore[method-assign]
 
 
 class FixedPace:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvledger.engine import EndReason, StepOutcome
 from kvledger.logprobs import PromptLogprobs, TokenLogprobs
@@ -43,15 +43,14 @@ class Receipt:
 
 
 @dataclass(slots=True)
-class Mail:
-    """What happened to a request since the last mail."""
+class News:
+    """What happened to a request besides its tokens."""
 
     # Nanoseconds it had waited when it was admitted; None in all mails but one.
     admitted_after: int | None = None
-    tokens: list[int] = field(default_factory=list)
-    # The sample that each token belongs to; empty where the request has only one.
+    # The sample that each token of the mail belongs to; empty where the request has only one.
     samples: list[int] = field(default_factory=list)
-    # One for each token where the request asked, otherwise none.
+    # One for each token of the mail where the request asked, otherwise none.
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     # Samples that ended with a token of theirs, and why.
     ends: dict[int, EndReason] = field(default_factory=dict)
@@ -66,6 +65,18 @@ class Mail:
     def is_last(self) -> bool:
         """Whether nothing follows."""
         return self.receipt is not None or self.refused
+
+
+class Mail(NamedTuple):
+    """What happened to a request since the last mail; mostly one token and no news."""
+
+    tokens: list[int]
+    news: News | None = None
+
+    @property
+    def is_last(self) -> bool:
+        """Whether nothing follows."""
+        return self.news is not None and self.news.is_last
 
 
 class Flow(Protocol):
@@ -95,30 +106,32 @@ class Mailbox:
     def __init__(self, sequences: range, limits: MailboxLimits, flow: Flow) -> None:
         """`sequences` are the request's samples."""
         self.sequences = sequences
+        self.has_samples = len(sequences) > 1
         self._tokens_max = limits.tokens * len(sequences)
         self._stall_seconds = limits.stall_seconds
         self._flow = flow
         self._admitted = False
-        self._mail = Mail()
-        self._something = False  # in the mail
-        self._reader: asyncio.Future[None] | None = None  # what it waits for, while it does
+        self._tokens: list[int] = []
+        self._news: News | None = None
+        self._reader: asyncio.Future[None] | None = None  # what it waits for, or waited for last
         self._stall: asyncio.TimerHandle | None = None  # while the sequence pauses
         self.gave_up = False
         self.is_over = False  # the last mail is in it, or was fetched
 
-    async def next(self) -> Mail:
-        """Waits until there is something, and takes all of it."""
-        # One reader at a time, so a future that is made only where it has to wait is enough.
-        while not self._something:
-            self._reader = reader = asyncio.get_running_loop().create_future()
-            try:
-                await reader
-            finally:
-                # One that is cancelled may end when another waits already.
-                if self._reader is reader:
-                    self._reader = None
-        self._something = False
-        mail, self._mail = self._mail, Mail()
+    def arrival(self) -> asyncio.Future[None] | None:
+        """What to wait for until there is something to take; None where there is something.
+
+        For one reader at a time. A future and no coroutine: most tokens are waited for.
+        """
+        if self._tokens or self._news is not None:
+            return None
+        self._reader = asyncio.get_running_loop().create_future()
+        return self._reader
+
+    def take(self) -> Mail:
+        """All that there is."""
+        mail = Mail(self._tokens, self._news)
+        self._tokens, self._news = [], None
         if self._stall is not None:
             self._end_stall()
             if not mail.is_last:
@@ -126,10 +139,23 @@ class Mailbox:
                     self._flow.resume(sequence)
         return mail
 
+    async def next(self) -> Mail:
+        """Waits until there is something, and takes all of it."""
+        while (arrival := self.arrival()) is not None:
+            await arrival
+        return self.take()
+
     def _wake(self) -> None:
-        self._something = True
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
+        reader = self._reader
+        if reader is not None and not reader.done():
+            reader.set_result(None)
+
+    def _more_news(self) -> News:
+        """Where to put what is not a token; wakes the reader."""
+        if self._news is None:
+            self._news = News()
+        self._wake()
+        return self._news
 
     def _give_up(self) -> None:
         self._stall = None
@@ -147,50 +173,56 @@ class Mailbox:
         if self._admitted:
             return
         self._admitted = True
-        self._mail.admitted_after = queued
-        self._wake()
+        self._more_news().admitted_after = queued
 
     def add_prompt(self, logprobs: Sequence[PromptLogprobs]) -> None:
         """Puts in what is known of the prompt."""
-        self._mail.prompt.extend(logprobs)
-        self._wake()
+        self._more_news().prompt.extend(logprobs)
 
-    def add_token(
+    def add_token(self, token: int) -> None:
+        """Puts in one token, where it is all that there is to say."""
+        tokens = self._tokens
+        tokens.append(token)
+        reader = self._reader
+        if reader is not None and not reader.done():
+            reader.set_result(None)
+        if len(tokens) >= self._tokens_max:
+            self._pause()
+
+    def add_token_of_sample(
         self,
         sequence: int,
         token: int,
-        logprobs: TokenLogprobs | None = None,
-        end_reason: EndReason | None = None,
+        logprobs: TokenLogprobs | None,
+        end_reason: EndReason | None,
     ) -> None:
         """Puts in one token of a sample, and why the sample ends with it, if it does."""
-        mail, sample = self._mail, sequence - self.sequences.start
-        mail.tokens.append(token)
-        if len(self.sequences) > 1:
-            mail.samples.append(sample)
+        news, sample = self._more_news(), sequence - self.sequences.start
+        if self.has_samples:
+            news.samples.append(sample)
         if logprobs is not None:
-            mail.logprobs.append(logprobs)
+            news.logprobs.append(logprobs)
         if end_reason is not None:
-            mail.ends[sample] = end_reason
-        self._wake()
-        full = len(mail.tokens) >= self._tokens_max
-        if full and self._stall is None and not self.gave_up:
-            for each in self.sequences:
-                self._flow.pause(each)
+            news.ends[sample] = end_reason
+        self.add_token(token)
+
+    def _pause(self) -> None:
+        if self._stall is None and not self.gave_up:
+            for sequence in self.sequences:
+                self._flow.pause(sequence)
             self._stall = asyncio.get_running_loop().call_later(self._stall_seconds, self._give_up)
 
     def finish(self, receipt: Receipt) -> None:
         """Puts in the receipt."""
         self._end_stall()
         self.is_over = True
-        self._mail.receipt = receipt
-        self._wake()
+        self._more_news().receipt = receipt
 
     def refuse(self) -> None:
         """Puts in that the request will never run."""
         self._end_stall()
         self.is_over = True
-        self._mail.refused = True
-        self._wake()
+        self._more_news().refused = True
 
 
 class Streams:
@@ -262,12 +294,16 @@ class Streams:
             self._mailboxes[sequence].add_prompt(logprobs)
         mailboxes, logprobs_of = self._mailboxes, outcome.logprobs
         for sequence, token, end_reason in report.tokens.tolist():
-            mailboxes[sequence].add_token(
-                sequence,
-                token,
-                logprobs_of.get(sequence),
-                EndReason(end_reason) if end_reason else None,
-            )
+            mailbox = mailboxes[sequence]
+            if end_reason or sequence in logprobs_of or mailbox.has_samples:
+                mailbox.add_token_of_sample(
+                    sequence,
+                    token,
+                    logprobs_of.get(sequence),
+                    EndReason(end_reason) if end_reason else None,
+                )
+            else:
+                mailbox.add_token(token)
         for row in report.receipts:
             sequence = int(row["sequence"])
             self._close(sequence, _receipt(row))

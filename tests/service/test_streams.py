@@ -14,7 +14,7 @@ from stepping import NO_REASONS, NOBODY
 
 from kvledger.engine import EndReason, StepOutcome
 from kvledger.logprobs import TokenLogprobs
-from kvledger.streams import Mail, Mailbox, MailboxLimits, Receipt, Streams
+from kvledger.streams import Mail, Mailbox, MailboxLimits, News, Receipt, Streams
 
 # An empty report of the real core: its arrays say how the made-up ones must look.
 _, EMPTY = make_core().plan(0, None, NOBODY, NO_REASONS)
@@ -101,14 +101,14 @@ def streams(ends: Ends, flow: FakeFlow) -> Streams:
 
 def nothing_there(mailbox: Mailbox) -> bool:
     """Whether a reader would have to wait."""
-    step = mailbox.next()
-    try:
-        step.send(None)
-    except StopIteration:
-        return False
-    finally:
-        step.close()
-    return True
+    return mailbox.arrival() is not None
+
+
+async def news_of(mailbox: Mailbox) -> News:
+    """The news in the next mail, of which there are some."""
+    news = (await mailbox.next()).news
+    assert news is not None
+    return news
 
 
 async def test_log_probabilities_pile_up_with_their_tokens(streams: Streams) -> None:
@@ -117,8 +117,8 @@ async def test_log_probabilities_pile_up_with_their_tokens(streams: Streams) -> 
     told = [TokenLogprobs(token, -0.5 * token, ((3, -0.1),)) for token in (7, 8)]
     for each in told:
         streams.deliver(outcome(tokens=[(2, 1), (1, each.token)], logprobs={1: each}))
-    assert await asked.next() == Mail(tokens=[7, 8], logprobs=told)
-    assert await silent.next() == Mail(tokens=[1, 1])
+    assert await asked.next() == Mail([7, 8], News(logprobs=told))
+    assert await silent.next() == Mail([1, 1])
 
 
 async def test_what_piled_up_comes_at_once_and_once(streams: Streams) -> None:
@@ -127,16 +127,17 @@ async def test_what_piled_up_comes_at_once_and_once(streams: Streams) -> None:
     streams.deliver(outcome(admissions=[(1, 777, 0)]))
     for token in range(50):
         streams.deliver(outcome(tokens=[(1, token)]))
-    assert await mailbox.next() == Mail(admitted_after=777, tokens=list(range(50)))
+    assert await mailbox.next() == Mail(list(range(50)), News(admitted_after=777))
     assert nothing_there(mailbox)
     streams.deliver(outcome(tokens=[(1, 50)]))
-    assert await mailbox.next() == Mail(tokens=[50])
+    assert await mailbox.next() == Mail([50])
     streams.deliver(outcome(tokens=[(1, 51)], receipts=[(1, EndReason.LENGTH)]))
     last = await mailbox.next()
     assert last.tokens == [51]
     assert last.is_last
-    assert last.receipt is not None
-    assert last.receipt.end_reason == EndReason.LENGTH
+    assert last.news is not None
+    assert last.news.receipt is not None
+    assert last.news.receipt.end_reason == EndReason.LENGTH
 
 
 async def test_a_waiting_reader_is_woken_by_each_kind_of_mail(streams: Streams) -> None:
@@ -152,7 +153,7 @@ async def test_a_waiting_reader_is_woken_by_each_kind_of_mail(streams: Streams) 
         await asyncio.sleep(0)
         assert not reader.done()
         streams.deliver(deliver)
-        assert await asyncio.wait_for(reader, 20) != Mail()
+        assert await asyncio.wait_for(reader, 20) != Mail([])
         if streams.open_count:
             streams.fail_all()
 
@@ -187,7 +188,7 @@ async def test_only_the_first_admission_is_told(streams: Streams) -> None:
     """A preempted request would be accepted twice, with two waiting times."""
     mailbox = streams.open(1)
     streams.deliver(outcome(admissions=[(1, 100, 0)]))
-    assert (await mailbox.next()).admitted_after == 100
+    assert (await news_of(mailbox)).admitted_after == 100
     streams.deliver(outcome(admissions=[(1, 900, 1)]))
     assert nothing_there(mailbox)
     assert streams.waiting_count == 0
@@ -197,9 +198,9 @@ async def test_an_admission_without_a_wait_is_told(streams: Streams) -> None:
     """A request that never waited would never be told that it was accepted."""
     mailbox = streams.open(1)
     streams.deliver(outcome(admissions=[(1, 0, 0)]))
-    mail = await mailbox.next()
-    assert mail.admitted_after == 0
-    assert not mail.is_last
+    news = await news_of(mailbox)
+    assert news.admitted_after == 0
+    assert not news.is_last
 
 
 def test_counts_follow_the_requests(streams: Streams) -> None:
@@ -224,18 +225,19 @@ async def test_admission_token_and_end_of_one_step_come_together(
         outcome(admissions=[(1, 3, 0)], tokens=[(1, 65)], receipts=[(1, EndReason.LENGTH)])
     )
     mail = await mailbox.next()
-    assert (mail.admitted_after, mail.tokens, mail.is_last) == (3, [65], True)
-    assert ends.told == [(1, mail.receipt)]
+    assert mail.news is not None
+    assert (mail.news.admitted_after, mail.tokens, mail.is_last) == (3, [65], True)
+    assert ends.told == [(1, mail.news.receipt)]
 
 
 async def test_a_refused_request_ends_without_a_receipt(streams: Streams, ends: Ends) -> None:
     """A request that the core does not take would wait for ever."""
     mailbox = streams.open(1)
     streams.deliver(outcome(refusals=[1]))
-    mail = await mailbox.next()
-    assert mail.is_last
-    assert mail.refused
-    assert mail.receipt is None
+    news = await news_of(mailbox)
+    assert news.is_last
+    assert news.refused
+    assert news.receipt is None
     assert ends.told == [(1, None)]
 
 
@@ -248,9 +250,8 @@ async def test_when_the_engine_is_gone_everybody_is_told_once(streams: Streams, 
     streams.fail_all()
     first, second, third = [await mailbox.next() for mailbox in mailboxes]
     assert first.tokens == [7], "what was computed is not lost"
-    assert first.refused
-    assert second.refused
-    assert not third.refused, "it had ended before"
+    refused = [mail.news is not None and mail.news.refused for mail in (first, second, third)]
+    assert refused == [True, True, False], "the third had ended before"
     assert sorted(ends.sequences) == [1, 2, 3]
     await asyncio.wait_for(streams.wait_until_empty(), 20)
 
@@ -313,7 +314,8 @@ async def test_every_request_ends_once_in_whatever_order(seed: int) -> None:
         mail = await mailbox.next()
         assert mail.is_last
         assert mail.tokens == sent[sequence]
-        assert mail.receipt == dict(ends.told)[sequence]
+        assert mail.news is not None
+        assert mail.news.receipt == dict(ends.told)[sequence]
 
 
 def narrow(flow: FakeFlow, ends: Ends, stall_seconds: float = 1000.0) -> Streams:

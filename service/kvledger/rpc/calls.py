@@ -63,7 +63,8 @@ class Call:
     def __init__(self, task: asyncio.Task[Any], context: Any) -> None:
         self._task = task
         self._context: Any = context
-        # Since when it waits for its client to take something; None while it does not.
+        # Since when it waits for its client to take something; None while it does not. A method
+        # that writes to its context by itself sets it around each write.
         self.writing_since: float | None = None
         # Whether something is still being done for it, whose own rules say how long.
         self.at_work: Callable[[], bool] = bool
@@ -186,13 +187,16 @@ class Calls(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         return answer
 
     def _streaming(self, path: str, method: Any) -> Any:
-        assert not inspect.iscoroutinefunction(method), "streams are generators"
+        writes_itself = inspect.iscoroutinefunction(method)
 
         async def answers(requests: Any, context: Any) -> None:
             call = self._begin(path, context)
             now = asyncio.get_running_loop().time
             write = context.write
             try:
+                if writes_itself:
+                    await method(requests, context)
+                    return
                 made = method(requests, context)
                 assert inspect.isasyncgen(made), "streams are generators"
                 async with aclosing(made) as responses:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import grpc
@@ -36,7 +36,7 @@ from kvledger.rpc.translation import (
     sampling_parameters,
 )
 from kvledger.served_model import ServedModel
-from kvledger.streams import Mail, Receipt
+from kvledger.streams import Mail, News, Receipt
 from kvledger.tokenizer import OutputText
 from kvledger.v1 import generation_pb2, generation_pb2_grpc
 
@@ -71,8 +71,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     async def Generate(  # noqa: N802  # the contract's name
         self, request: generation_pb2.GenerateRequest, context: _Context
-    ) -> AsyncIterator[generation_pb2.GenerateResponse]:
+    ) -> None:
         """Validates, admits, streams; the blocks come back however the call ends."""
+        call, write, now = this_call(), context.write, asyncio.get_running_loop().time
         stream: _Stream | None = None
         try:
             check_generate(request, self._model.tokenizer.vocabulary_size)
@@ -107,26 +108,31 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 prompt_logprobs=_prompt_logprobs(request),
             )
             # While tokens are made for it, its mailbox says how long it may leave them.
-            this_call().at_work = lambda: not ticket.mailbox.is_over
+            call.at_work = lambda: not ticket.mailbox.is_over
             stream = _Stream(request, ticket, samples, self._model, self._engine, self._admission)
-            # No generator of the stream's own: every layer costs every message.
             mail = await stream.admitted()
+            # No generator or coroutine of the stream's own: each layer costs each message.
             while True:
                 for response in stream.responses(mail):
-                    yield response
+                    call.writing_since = now()
+                    await write(response)
+                    call.writing_since = None
                 if mail.is_last:
                     break
-                mail = await stream.next()
-            yield stream.finished()
+                while (arrival := ticket.mailbox.arrival()) is not None:
+                    await arrival
+                mail = stream.take()
         except grpc.aio.AbortError:
             raise
         except asyncio.CancelledError:
-            if _is_cancelled_by_caller():
+            if _is_cancelled_by_caller() or call.writing_since is not None:
                 raise
             # Something that the handler waited for was cancelled; gRPC would send no status at all.
             trailer = await stream.settle() if stream is not None else ()
             await abort(context, ServerDraining(), trailer)
         except Exception as error:
+            if call.writing_since is not None:
+                raise  # the client is gone: nobody is there to be told
             trailer = await stream.settle() if stream is not None else ()
             await abort(context, error, trailer)
         finally:
@@ -175,6 +181,7 @@ class _Stream:
         self._queue_timeout: float | None = None
         if request.HasField("queue_timeout"):
             self._queue_timeout = request.queue_timeout.ToTimedelta().total_seconds()
+        self._stopped: set[int] = set()  # samples whose end was asked for
         self._ended = False  # the last mail has come
         self._receipt: Receipt | None = None
 
@@ -198,32 +205,51 @@ class _Stream:
             return ()
         return ((RECEIPT_METADATA, self._receipt_message().SerializeToString()),)
 
-    def responses(self, mail: Mail) -> Iterator[generation_pb2.GenerateResponse]:
-        """What its caller is told of a mail; of each sample at most one delta."""
-        if mail.admitted_after is not None:
-            yield self._accepted(mail.admitted_after)
-        for logprobs in mail.prompt:
+    def responses(self, mail: Mail) -> Iterable[generation_pb2.GenerateResponse]:
+        """What its caller is told of a mail; of each sample at most one delta.
+
+        Raises, after all that may be told, what the table in rpc.errors maps.
+        """
+        if mail.news is not None:
+            return self._told(mail.tokens, mail.news)
+        # One sample: tokens of several are never without news.
+        delta = self._samples[0].feed_tokens(mail.tokens)
+        if self._samples[0].can_stop:
+            self._end_where_stopped(self._samples[0])
+        return () if delta is None else (delta,)
+
+    def _told(self, tokens: Sequence[int], news: News) -> Iterator[generation_pb2.GenerateResponse]:
+        if news.admitted_after is not None:
+            yield self._accepted(news.admitted_after)
+        for logprobs in news.prompt:
             for message in prompt_messages(logprobs):
                 yield generation_pb2.GenerateResponse(prompt=message)
-        if len(self._samples) > 1:
-            yield from self._deltas_of_many(mail)
-        elif (delta := self._feed(self._samples[0], mail.tokens, mail.logprobs, mail)) is not None:
-            yield delta
+        for sample in self._samples:
+            delta = self._feed(sample, tokens, news)
+            if delta is not None:
+                yield delta
+        if news.is_last:
+            yield self._finished()
 
-    async def next(self) -> Mail:
-        """Waits for the next mail."""
-        mail = await self._ticket.mailbox.next()
-        if mail.is_last:
+    def take(self) -> Mail:
+        """What the mailbox holds."""
+        mail = self._ticket.mailbox.take()
+        if mail.news is not None and mail.news.is_last:
             self._ended = True
-            self._receipt = mail.receipt
+            self._receipt = mail.news.receipt
         return mail
+
+    async def _next(self) -> Mail:
+        while (arrival := self._ticket.mailbox.arrival()) is not None:
+            await arrival
+        return self.take()
 
     async def admitted(self) -> Mail:
         """The first mail, within the request's own limit on waiting. Raises QueueTimeout."""
         if self._queue_timeout is None:
-            return await self.next()
+            return await self._next()
         started = time.monotonic()
-        mail = await self._within(self._queue_timeout, self.next())
+        mail = await self._within(self._queue_timeout, self._next())
         if mail is None:
             self._end_all(EndReason.CANCELLED)
             raise QueueTimeout(time.monotonic() - started, self._admission.retry_after)
@@ -231,7 +257,7 @@ class _Stream:
 
     async def _until_ended(self) -> None:
         while not self._ended:
-            await self.next()
+            await self._next()
 
     @staticmethod
     async def _within(seconds: float, work: Coroutine[Any, Any, _Result]) -> _Result | None:
@@ -246,31 +272,24 @@ class _Stream:
         finally:
             task.cancel()
 
-    def _deltas_of_many(self, mail: Mail) -> Iterator[generation_pb2.GenerateResponse]:
-        for sample in self._samples:
-            own = [place for place, index in enumerate(mail.samples) if index == sample.index]
-            tokens = [mail.tokens[place] for place in own]
-            logprobs = [mail.logprobs[place] for place in own] if mail.logprobs else []
-            delta = self._feed(sample, tokens, logprobs, mail)
-            if delta is not None:
-                yield delta
-
     def _feed(
-        self,
-        sample: SampleStream,
-        tokens: Sequence[int],
-        logprobs: Sequence[TokenLogprobs],
-        mail: Mail,
+        self, sample: SampleStream, tokens: Sequence[int], news: News
     ) -> generation_pb2.GenerateResponse | None:
-        is_last, end = mail.is_last, mail.ends.get(sample.index)
-        if not sample.can_stop:
-            return sample.feed(tokens, logprobs, end, is_last)
-        was_stopped = sample.stopped
-        delta = sample.feed(tokens, logprobs, end, is_last)
-        if not was_stopped and not is_last and sample.stopped:
-            # What the core computes beyond the stop is thrown away.
-            self._engine.end(self._ticket.sequences[sample.index], EndReason.STOP)
+        logprobs: Sequence[TokenLogprobs] = news.logprobs
+        if len(self._samples) > 1:
+            own = [place for place, index in enumerate(news.samples) if index == sample.index]
+            tokens = [tokens[place] for place in own]
+            logprobs = [logprobs[place] for place in own] if logprobs else ()
+        delta = sample.feed(tokens, logprobs, news.ends.get(sample.index), news.is_last)
+        if sample.can_stop and not news.is_last:
+            self._end_where_stopped(sample)
         return delta
+
+    def _end_where_stopped(self, sample: SampleStream) -> None:
+        """What the core computes beyond a stop is thrown away."""
+        if sample.stopped and sample.index not in self._stopped:
+            self._stopped.add(sample.index)
+            self._engine.end(self._ticket.sequences[sample.index], EndReason.STOP)
 
     def _accepted(self, queued: int) -> generation_pb2.GenerateResponse:
         return generation_pb2.GenerateResponse(
@@ -281,7 +300,7 @@ class _Stream:
             )
         )
 
-    def finished(self) -> generation_pb2.GenerateResponse:
+    def _finished(self) -> generation_pb2.GenerateResponse:
         """The last message. Raises what the table in rpc.errors maps."""
         if self._receipt is None:
             raise RequestFailed(self._ticket.request_id)

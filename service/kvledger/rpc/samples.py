@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvledger.engine import EndReason
 from kvledger.logprobs import TokenLogprobs
 from kvledger.rpc.answers import AnswerOutput, fill_delta, fill_sample
 from kvledger.rpc.translation import logprobs_message
 from kvledger.streams import Receipt
-from kvledger.tokenizer import Piece
+from kvledger.tokenizer import OutputText, Piece
 from kvledger.v1 import generation_pb2
 
 _FINISH_REASONS = {
@@ -32,6 +32,10 @@ class SampleStream:
         self.can_stop = output.can_stop
         self._wants_ids = options.token_ids
         self._final_only = options.final_only
+        # What takes a token whose delta has nothing but its text; None where deltas may have more.
+        self._feed_plain: Callable[[Sequence[int]], str | None] | None = None
+        if isinstance(output, OutputText) and not options.final_only:
+            self._feed_plain = output.feed_plain
         # Why the core ended it, where a token of its own did.
         self._end: EndReason | None = None
         self._finished = False
@@ -74,6 +78,20 @@ class SampleStream:
             self._pieces.append(piece)
             return None
         return self._message(piece) if any(piece) else None
+
+    def feed_tokens(self, tokens: Sequence[int]) -> generation_pb2.GenerateResponse | None:
+        """The same for tokens of which there is nothing else to say, by a shorter way."""
+        if self._feed_plain is None or (text := self._feed_plain(tokens)) is None:
+            return self.feed(tokens, (), None, is_last=False)
+        response = generation_pb2.GenerateResponse()
+        delta = response.delta
+        delta.text = text
+        delta.tokens = 1
+        if self.index:
+            delta.index = self.index
+        if self._wants_ids:
+            delta.token_ids.extend(tokens)
+        return response
 
     def _message(self, piece: Piece) -> generation_pb2.GenerateResponse:
         response = generation_pb2.GenerateResponse()

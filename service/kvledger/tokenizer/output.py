@@ -104,20 +104,29 @@ class OutputText:
 
         Raises IndexError for an id outside the vocabulary.
         """
-        if len(token_ids) == 1 and not self.can_stop and not self._waiting:
-            # Most streams are nothing but this, and it is a large part of what a token costs.
-            data = self._token_bytes[token_ids[0]] if token_ids[0] >= 0 else b""
-            if data and data.isascii():
-                self._token_count += 1
-                self._characters_decoded += len(data)
-                self._characters_released += len(data)
-                return Piece(data.decode("ascii"), [token_ids[0]])
+        if (text := self.feed_plain(token_ids)) is not None:
+            return Piece(text, [token_ids[0]])
         released: list[str] = []
         for token_id in token_ids:
             if self.stopped:
                 break
             released.append(self.advance(token_id))
         return self._piece("".join(released))
+
+    def feed_plain(self, token_ids: Sequence[int]) -> str | None:
+        """The same by a short way, for one token that is ASCII text where nothing is held back.
+
+        Most streams are nothing but this. None, and nothing taken, where it must go the long way.
+        """
+        if len(token_ids) != 1 or self.can_stop or self._waiting or token_ids[0] < 0:
+            return None
+        data = self._token_bytes[token_ids[0]]
+        if not data or not data.isascii():
+            return None
+        self._token_count += 1
+        self._characters_decoded += len(data)
+        self._characters_released += len(data)
+        return data.decode("ascii")
 
     def finish(self) -> Piece:
         """Ends the stream; returns all that was held back. Feed nothing after it."""

@@ -174,11 +174,11 @@ async def test_the_example_calls_its_function(server: ServerHarness) -> None:
 
 def read_each_token(server: ServerHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on the model says nothing more before what it said has been fetched."""
-    fetch, say = Mailbox.next, server.scripted.after_step
+    take, say = Mailbox.take, server.scripted.after_step
     fetched = threading.Semaphore(1)
 
-    async def counted(mailbox: Mailbox) -> Mail:
-        mail = await fetch(mailbox)
+    def counted(mailbox: Mailbox) -> Mail:
+        mail = take(mailbox)
         if mail.tokens:
             fetched.release(len(mail.tokens))
         return mail
@@ -188,7 +188,7 @@ def read_each_token(server: ServerHarness, monkeypatch: pytest.MonkeyPatch) -> N
             assert fetched.acquire(timeout=PATIENCE)
         say(logits, plan)
 
-    monkeypatch.setattr(Mailbox, "next", counted)
+    monkeypatch.setattr(Mailbox, "take", counted)
     server.scripted.after_step = wait
 
 

@@ -18,7 +18,7 @@ from server_harness import Proxy, ServerHarness, refusal_of, request, serving
 
 from kvledger import _core
 from kvledger.engine import EndReason
-from kvledger.streams import Mail, Mailbox
+from kvledger.streams import Mailbox
 from kvledger.v1 import generation_pb2_grpc
 
 LONG: dict[str, Any] = {"text": "a" * 20, "max_tokens": 200, "ignore_eos": True}
@@ -239,15 +239,17 @@ async def test_what_is_cancelled_inside_still_gets_a_status(
     server: ServerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """gRPC sends nothing for it: a caller without a deadline would wait for ever (B112)."""
-    whole, calls = Mailbox.next, []
+    whole, waits = Mailbox.arrival, []
 
-    async def cancelled(mailbox: Mailbox) -> Mail:
-        calls.append(1)
-        if len(calls) == 3:
-            raise asyncio.CancelledError
-        return await whole(mailbox)
+    def cancelled(mailbox: Mailbox) -> asyncio.Future[None] | None:
+        arrival = whole(mailbox)
+        if arrival is not None:
+            waits.append(arrival)
+            if len(waits) == 3:
+                arrival.cancel()
+        return arrival
 
-    monkeypatch.setattr(Mailbox, "next", cancelled)
+    monkeypatch.setattr(Mailbox, "arrival", cancelled)
     call = server.generation.Generate(request(**LONG))
 
     async def read() -> None:
