@@ -85,8 +85,8 @@ class LockStep:
         take = Mailbox.take
 
         def counted(mailbox: Mailbox) -> Mail:
-            mail = take(mailbox)
-            self.fetched(len(mail.tokens))
+            mail = tokens, _ = take(mailbox)
+            self.fetched(len(tokens))
             return mail
 
         Mailbox.take = counted  # type: ignore[method-assign]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Protocol, TypeAlias
 
 from kvledger.engine import EndReason, StepOutcome
 from kvledger.logprobs import PromptLogprobs, TokenLogprobs
@@ -67,16 +67,8 @@ class News:
         return self.receipt is not None or self.refused
 
 
-class Mail(NamedTuple):
-    """What happened to a request since the last mail; mostly one token and no news."""
-
-    tokens: list[int]
-    news: News | None = None
-
-    @property
-    def is_last(self) -> bool:
-        """Whether nothing follows."""
-        return self.news is not None and self.news.is_last
+# What happened to a request since the last mail: its tokens, mostly one, and mostly nothing else.
+Mail: TypeAlias = tuple[list[int], News | None]
 
 
 class Flow(Protocol):
@@ -130,18 +122,18 @@ class Mailbox:
 
     def take(self) -> Mail:
         """All that there is."""
-        mail = Mail(self._tokens, self._news)
+        tokens, news = self._tokens, self._news
         self._tokens, self._news = [], None
         if self._stall is not None:
             self._end_stall()
-            if not mail.is_last:
+            if news is None or not news.is_last:
                 for sequence in self.sequences:
                     self._flow.resume(sequence)
-        return mail
+        return tokens, news
 
     async def next(self) -> Mail:
         """Waits until there is something, and takes all of it."""
-        while (arrival := self.arrival()) is not None:
+        if (arrival := self.arrival()) is not None:
             await arrival
         return self.take()
 

@@ -14,7 +14,7 @@ from stepping import NO_REASONS, NOBODY
 
 from kvledger.engine import EndReason, StepOutcome
 from kvledger.logprobs import TokenLogprobs
-from kvledger.streams import Mail, Mailbox, MailboxLimits, News, Receipt, Streams
+from kvledger.streams import Mailbox, MailboxLimits, News, Receipt, Streams
 
 # An empty report of the real core: its arrays say how the made-up ones must look.
 _, EMPTY = make_core().plan(0, None, NOBODY, NO_REASONS)
@@ -106,7 +106,7 @@ def nothing_there(mailbox: Mailbox) -> bool:
 
 async def news_of(mailbox: Mailbox) -> News:
     """The news in the next mail, of which there are some."""
-    news = (await mailbox.next()).news
+    _, news = await mailbox.next()
     assert news is not None
     return news
 
@@ -117,8 +117,8 @@ async def test_log_probabilities_pile_up_with_their_tokens(streams: Streams) -> 
     told = [TokenLogprobs(token, -0.5 * token, ((3, -0.1),)) for token in (7, 8)]
     for each in told:
         streams.deliver(outcome(tokens=[(2, 1), (1, each.token)], logprobs={1: each}))
-    assert await asked.next() == Mail([7, 8], News(logprobs=told))
-    assert await silent.next() == Mail([1, 1])
+    assert await asked.next() == ([7, 8], News(logprobs=told))
+    assert await silent.next() == ([1, 1], None)
 
 
 async def test_what_piled_up_comes_at_once_and_once(streams: Streams) -> None:
@@ -127,17 +127,17 @@ async def test_what_piled_up_comes_at_once_and_once(streams: Streams) -> None:
     streams.deliver(outcome(admissions=[(1, 777, 0)]))
     for token in range(50):
         streams.deliver(outcome(tokens=[(1, token)]))
-    assert await mailbox.next() == Mail(list(range(50)), News(admitted_after=777))
+    assert await mailbox.next() == (list(range(50)), News(admitted_after=777))
     assert nothing_there(mailbox)
     streams.deliver(outcome(tokens=[(1, 50)]))
-    assert await mailbox.next() == Mail([50])
+    assert await mailbox.next() == ([50], None)
     streams.deliver(outcome(tokens=[(1, 51)], receipts=[(1, EndReason.LENGTH)]))
-    last = await mailbox.next()
-    assert last.tokens == [51]
-    assert last.is_last
-    assert last.news is not None
-    assert last.news.receipt is not None
-    assert last.news.receipt.end_reason == EndReason.LENGTH
+    tokens, news = await mailbox.next()
+    assert tokens == [51]
+    assert news is not None
+    assert news.is_last
+    assert news.receipt is not None
+    assert news.receipt.end_reason == EndReason.LENGTH
 
 
 async def test_a_waiting_reader_is_woken_by_each_kind_of_mail(streams: Streams) -> None:
@@ -153,7 +153,7 @@ async def test_a_waiting_reader_is_woken_by_each_kind_of_mail(streams: Streams) 
         await asyncio.sleep(0)
         assert not reader.done()
         streams.deliver(deliver)
-        assert await asyncio.wait_for(reader, 20) != Mail([])
+        assert await asyncio.wait_for(reader, 20) != ([], None)
         if streams.open_count:
             streams.fail_all()
 
@@ -167,7 +167,7 @@ async def test_a_reader_that_was_cancelled_loses_nothing(streams: Streams) -> No
     reader.cancel()
     with pytest.raises(asyncio.CancelledError):
         await reader
-    assert (await mailbox.next()).tokens == [9]
+    assert (await mailbox.next())[0] == [9]
 
 
 async def test_mail_goes_to_its_own_reader(streams: Streams) -> None:
@@ -179,9 +179,9 @@ async def test_mail_goes_to_its_own_reader(streams: Streams) -> None:
             tokens=[(2, 20), (1, 10), (2**63, 30), (2, 21)],
         )
     )
-    assert (await mailboxes[1].next()).tokens == [10]
-    assert (await mailboxes[2].next()).tokens == [20, 21]
-    assert (await mailboxes[2**63].next()).tokens == [30]
+    assert (await mailboxes[1].next())[0] == [10]
+    assert (await mailboxes[2].next())[0] == [20, 21]
+    assert (await mailboxes[2**63].next())[0] == [30]
 
 
 async def test_only_the_first_admission_is_told(streams: Streams) -> None:
@@ -224,10 +224,10 @@ async def test_admission_token_and_end_of_one_step_come_together(
     streams.deliver(
         outcome(admissions=[(1, 3, 0)], tokens=[(1, 65)], receipts=[(1, EndReason.LENGTH)])
     )
-    mail = await mailbox.next()
-    assert mail.news is not None
-    assert (mail.news.admitted_after, mail.tokens, mail.is_last) == (3, [65], True)
-    assert ends.told == [(1, mail.news.receipt)]
+    tokens, news = await mailbox.next()
+    assert news is not None
+    assert (news.admitted_after, tokens, news.is_last) == (3, [65], True)
+    assert ends.told == [(1, news.receipt)]
 
 
 async def test_a_refused_request_ends_without_a_receipt(streams: Streams, ends: Ends) -> None:
@@ -249,8 +249,8 @@ async def test_when_the_engine_is_gone_everybody_is_told_once(streams: Streams, 
     streams.fail_all()
     streams.fail_all()
     first, second, third = [await mailbox.next() for mailbox in mailboxes]
-    assert first.tokens == [7], "what was computed is not lost"
-    refused = [mail.news is not None and mail.news.refused for mail in (first, second, third)]
+    assert first[0] == [7], "what was computed is not lost"
+    refused = [news is not None and news.refused for _, news in (first, second, third)]
     assert refused == [True, True, False], "the third had ended before"
     assert sorted(ends.sequences) == [1, 2, 3]
     await asyncio.wait_for(streams.wait_until_empty(), 20)
@@ -311,11 +311,11 @@ async def test_every_request_ends_once_in_whatever_order(seed: int) -> None:
     streams.fail_all()
     assert sorted(ends.sequences) == sorted(mailboxes)
     for sequence, mailbox in mailboxes.items():
-        mail = await mailbox.next()
-        assert mail.is_last
-        assert mail.tokens == sent[sequence]
-        assert mail.news is not None
-        assert mail.news.receipt == dict(ends.told)[sequence]
+        tokens, news = await mailbox.next()
+        assert tokens == sent[sequence]
+        assert news is not None
+        assert news.is_last
+        assert news.receipt == dict(ends.told)[sequence]
 
 
 def narrow(flow: FakeFlow, ends: Ends, stall_seconds: float = 1000.0) -> Streams:
@@ -333,9 +333,9 @@ async def test_a_full_mailbox_stops_its_sequence_and_nobody_else(
     assert flow.asked == []
     streams.deliver(outcome(tokens=[(1, 7), (1, 8)]))
     assert flow.asked == [("pause", 1)]
-    assert (await other.next()).tokens == [5]
+    assert (await other.next())[0] == [5]
     assert flow.asked == [("pause", 1)]
-    assert (await slow.next()).tokens == [5, 6, 7, 8]
+    assert (await slow.next())[0] == [5, 6, 7, 8]
     assert flow.asked == [("pause", 1), ("resume", 1)]
     streams.deliver(outcome(tokens=[(1, 9), (1, 9), (1, 9)]))
     assert flow.asked[2:] == [("pause", 1)]
@@ -350,9 +350,10 @@ async def test_a_reader_who_never_comes_is_given_up_once(flow: FakeFlow, ends: E
     assert flow.asked == [("pause", 1), ("give up", 1)]
     assert mailbox.gave_up
     streams.deliver(outcome(tokens=[(1, 8)], receipts=[(1, EndReason.CANCELLED)]))
-    mail = await mailbox.next()
-    assert mail.tokens == [5, 6, 7, 8]
-    assert mail.is_last
+    tokens, news = await mailbox.next()
+    assert tokens == [5, 6, 7, 8]
+    assert news is not None
+    assert news.is_last
     assert flow.asked == [("pause", 1), ("give up", 1)]
     assert ends.sequences == [1]
 
@@ -374,7 +375,7 @@ async def test_the_end_of_a_request_ends_its_stall(flow: FakeFlow, ends: Ends) -
     mailbox = streams.open(1)
     streams.deliver(outcome(tokens=[(1, 5), (1, 6), (1, 7)], receipts=[(1, EndReason.LENGTH)]))
     await asyncio.sleep(0.03)
-    assert (await mailbox.next()).is_last
+    assert (await news_of(mailbox)).is_last
     assert flow.asked == [("pause", 1)]
 
 

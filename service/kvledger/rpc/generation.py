@@ -26,7 +26,7 @@ from kvledger.rpc.answers import answer_output
 from kvledger.rpc.calls import this_call
 from kvledger.rpc.errors import Metadata, abort
 from kvledger.rpc.prompts import PromptEncoder
-from kvledger.rpc.samples import SampleStream
+from kvledger.rpc.samples import PlainDeltas, SampleStream
 from kvledger.rpc.translation import (
     constraint_source,
     duration,
@@ -52,6 +52,23 @@ _Context: TypeAlias = (
 )
 
 
+def add_to_server(servicer: GenerationServicer, server: grpc.aio.Server) -> None:
+    """As the generated function does; but answers come serialized, most of them ready made."""
+    (method,) = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].methods
+    handler = grpc.unary_stream_rpc_method_handler(
+        servicer.Generate,
+        request_deserializer=generation_pb2.GenerateRequest.FromString,
+        response_serializer=None,
+    )
+    server.add_generic_rpc_handlers(
+        (
+            grpc.method_handlers_generic_handler(
+                method.containing_service.full_name, {method.name: handler}
+            ),
+        )
+    )
+
+
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     """See GenerationService in the contract."""
 
@@ -68,11 +85,15 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._admission = admission
         self._prompts = prompts
         self._constraints = constraints
+        self._plain_deltas = PlainDeltas(model.tokenizer)
 
     async def Generate(  # noqa: N802  # the contract's name
         self, request: generation_pb2.GenerateRequest, context: _Context
     ) -> None:
-        """Validates, admits, streams; the blocks come back however the call ends."""
+        """Validates, admits, streams; the blocks come back however the call ends.
+
+        Writes GenerateResponses that are serialized already.
+        """
         call, write, now = this_call(), context.write, asyncio.get_running_loop().time
         stream: _Stream | None = None
         try:
@@ -93,6 +114,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                         tokenizer,
                     ),
                     request.output,
+                    self._plain_deltas,
                 )
                 for index in range(request.samples if request.HasField("samples") else 1)
             ]
@@ -110,18 +132,18 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             # While tokens are made for it, its mailbox says how long it may leave them.
             call.at_work = lambda: not ticket.mailbox.is_over
             stream = _Stream(request, ticket, samples, self._model, self._engine, self._admission)
-            mail = await stream.admitted()
+            tokens, news = await stream.admitted()
             # No generator or coroutine of the stream's own: each layer costs each message.
             while True:
-                for response in stream.responses(mail):
+                for message in stream.messages(tokens, news):
                     call.writing_since = now()
-                    await write(response)
+                    await write(message)
                     call.writing_since = None
-                if mail.is_last:
+                if news is not None and news.is_last:
                     break
-                while (arrival := ticket.mailbox.arrival()) is not None:
+                if (arrival := stream.arrival()) is not None:
                     await arrival
-                mail = stream.take()
+                tokens, news = stream.take()
         except grpc.aio.AbortError:
             raise
         except asyncio.CancelledError:
@@ -183,6 +205,7 @@ class _Stream:
             self._queue_timeout = request.queue_timeout.ToTimedelta().total_seconds()
         self._stopped: set[int] = set()  # samples whose end was asked for
         self._ended = False  # the last mail has come
+        self.arrival = ticket.mailbox.arrival  # what to wait for before `take`
         self._receipt: Receipt | None = None
 
     def close(self) -> None:
@@ -205,20 +228,22 @@ class _Stream:
             return ()
         return ((RECEIPT_METADATA, self._receipt_message().SerializeToString()),)
 
-    def responses(self, mail: Mail) -> Iterable[generation_pb2.GenerateResponse]:
-        """What its caller is told of a mail; of each sample at most one delta.
+    def messages(self, tokens: Sequence[int], news: News | None) -> Iterable[bytes]:
+        """What its caller is told of a mail, serialized; of each sample at most one delta.
 
         Raises, after all that may be told, what the table in rpc.errors maps.
         """
-        if mail.news is not None:
-            return self._told(mail.tokens, mail.news)
-        # One sample: tokens of several are never without news.
-        delta = self._samples[0].feed_tokens(mail.tokens)
-        if self._samples[0].can_stop:
-            self._end_where_stopped(self._samples[0])
+        if news is not None:
+            return (response.SerializeToString() for response in self._responses(tokens, news))
+        sample = self._samples[0]  # the only one: tokens of several are never without news
+        delta = sample.feed_tokens(tokens)
+        if sample.can_stop:
+            self._end_where_stopped(sample)
         return () if delta is None else (delta,)
 
-    def _told(self, tokens: Sequence[int], news: News) -> Iterator[generation_pb2.GenerateResponse]:
+    def _responses(
+        self, tokens: Sequence[int], news: News
+    ) -> Iterator[generation_pb2.GenerateResponse]:
         if news.admitted_after is not None:
             yield self._accepted(news.admitted_after)
         for logprobs in news.prompt:
@@ -233,14 +258,14 @@ class _Stream:
 
     def take(self) -> Mail:
         """What the mailbox holds."""
-        mail = self._ticket.mailbox.take()
-        if mail.news is not None and mail.news.is_last:
+        mail = _, news = self._ticket.mailbox.take()
+        if news is not None and news.is_last:
             self._ended = True
-            self._receipt = mail.news.receipt
+            self._receipt = news.receipt
         return mail
 
     async def _next(self) -> Mail:
-        while (arrival := self._ticket.mailbox.arrival()) is not None:
+        if (arrival := self.arrival()) is not None:
             await arrival
         return self.take()
 

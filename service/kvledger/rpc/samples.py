@@ -10,7 +10,7 @@ from kvledger.logprobs import TokenLogprobs
 from kvledger.rpc.answers import AnswerOutput, fill_delta, fill_sample
 from kvledger.rpc.translation import logprobs_message
 from kvledger.streams import Receipt
-from kvledger.tokenizer import OutputText, Piece
+from kvledger.tokenizer import OutputText, Piece, TokenBytes
 from kvledger.v1 import generation_pb2
 
 _FINISH_REASONS = {
@@ -20,11 +20,31 @@ _FINISH_REASONS = {
 }
 
 
+class PlainDeltas(dict[int, bytes]):
+    """Serialized messages whose delta is one token that is ASCII text, and nothing else; by its id.
+
+    Each is made when its token first comes: at most about 150 bytes for each of a vocabulary.
+    """
+
+    def __init__(self, vocabulary: TokenBytes) -> None:
+        super().__init__()
+        self._token_bytes = vocabulary.token_bytes
+
+    def __missing__(self, token_id: int) -> bytes:
+        delta = generation_pb2.Delta(text=self._token_bytes[token_id].decode("ascii"), tokens=1)
+        self[token_id] = data = generation_pb2.GenerateResponse(delta=delta).SerializeToString()
+        return data
+
+
 class SampleStream:
     """From tokens to deltas; or, where the whole comes at the end, to one Sample."""
 
     def __init__(
-        self, index: int, output: AnswerOutput, options: generation_pb2.OutputOptions
+        self,
+        index: int,
+        output: AnswerOutput,
+        options: generation_pb2.OutputOptions,
+        plain_deltas: PlainDeltas,
     ) -> None:
         self.index = index
         self._output = output
@@ -32,10 +52,11 @@ class SampleStream:
         self.can_stop = output.can_stop
         self._wants_ids = options.token_ids
         self._final_only = options.final_only
-        # What takes a token whose delta has nothing but its text; None where deltas may have more.
-        self._feed_plain: Callable[[Sequence[int]], str | None] | None = None
-        if isinstance(output, OutputText) and not options.final_only:
-            self._feed_plain = output.feed_plain
+        self._plain_deltas = plain_deltas
+        # What takes a token whose delta has its text and nothing else; None where there is more.
+        self._takes_plain: Callable[[Sequence[int]], bool] | None = None
+        if isinstance(output, OutputText) and not (index or self._wants_ids or self._final_only):
+            self._takes_plain = output.takes_plain
         # Why the core ended it, where a token of its own did.
         self._end: EndReason | None = None
         self._finished = False
@@ -79,19 +100,12 @@ class SampleStream:
             return None
         return self._message(piece) if any(piece) else None
 
-    def feed_tokens(self, tokens: Sequence[int]) -> generation_pb2.GenerateResponse | None:
-        """The same for tokens of which there is nothing else to say, by a shorter way."""
-        if self._feed_plain is None or (text := self._feed_plain(tokens)) is None:
-            return self.feed(tokens, (), None, is_last=False)
-        response = generation_pb2.GenerateResponse()
-        delta = response.delta
-        delta.text = text
-        delta.tokens = 1
-        if self.index:
-            delta.index = self.index
-        if self._wants_ids:
-            delta.token_ids.extend(tokens)
-        return response
+    def feed_tokens(self, tokens: Sequence[int]) -> bytes | None:
+        """The same, serialized, for tokens of which there is nothing else to say."""
+        if self._takes_plain is not None and self._takes_plain(tokens):
+            return self._plain_deltas[tokens[0]]
+        response = self.feed(tokens, (), None, is_last=False)
+        return None if response is None else response.SerializeToString()
 
     def _message(self, piece: Piece) -> generation_pb2.GenerateResponse:
         response = generation_pb2.GenerateResponse()

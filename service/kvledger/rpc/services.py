@@ -16,12 +16,12 @@ from grpc_reflection.v1alpha import reflection_pb2
 from kvledger.rpc import connections
 from kvledger.rpc.calls import Calls
 from kvledger.rpc.doors import Port, check_every_method_has_a_row
-from kvledger.rpc.generation import GenerationServicer
+from kvledger.rpc.generation import GenerationServicer, add_to_server
 from kvledger.rpc.health import HealthServicer
 from kvledger.rpc.models import ModelServicer
 from kvledger.rpc.reflection import add_reflection
 from kvledger.rpc.undecodable import UndecodableRefused
-from kvledger.v1 import generation_pb2, generation_pb2_grpc, models_pb2, models_pb2_grpc
+from kvledger.v1 import generation_pb2, models_pb2, models_pb2_grpc
 
 _REFLECTION = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"]
 
@@ -36,9 +36,8 @@ class Service:
 
 def generation_service(servicer: GenerationServicer) -> Service:
     """For clients: tokens."""
-    add = generation_pb2_grpc.add_GenerationServiceServicer_to_server
     descriptor = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"]
-    return Service(descriptor, lambda server: add(servicer, server))  # type: ignore[no-untyped-call]
+    return Service(descriptor, lambda server: add_to_server(servicer, server))
 
 
 def model_service(servicer: ModelServicer) -> Service:

@@ -104,8 +104,8 @@ class OutputText:
 
         Raises IndexError for an id outside the vocabulary.
         """
-        if (text := self.feed_plain(token_ids)) is not None:
-            return Piece(text, [token_ids[0]])
+        if self.takes_plain(token_ids):
+            return Piece(self._token_bytes[token_ids[0]].decode("ascii"), [token_ids[0]])
         released: list[str] = []
         for token_id in token_ids:
             if self.stopped:
@@ -113,20 +113,20 @@ class OutputText:
             released.append(self.advance(token_id))
         return self._piece("".join(released))
 
-    def feed_plain(self, token_ids: Sequence[int]) -> str | None:
-        """The same by a short way, for one token that is ASCII text where nothing is held back.
+    def takes_plain(self, token_ids: Sequence[int]) -> bool:
+        """Takes one token whose bytes are all that may be sent now; most are. Otherwise none.
 
-        Most streams are nothing but this. None, and nothing taken, where it must go the long way.
+        They are ASCII, and nothing is held back before them.
         """
         if len(token_ids) != 1 or self.can_stop or self._waiting or token_ids[0] < 0:
-            return None
+            return False
         data = self._token_bytes[token_ids[0]]
         if not data or not data.isascii():
-            return None
+            return False
         self._token_count += 1
         self._characters_decoded += len(data)
         self._characters_released += len(data)
-        return data.decode("ascii")
+        return True
 
     def finish(self) -> Piece:
         """Ends the stream; returns all that was held back. Feed nothing after it."""
