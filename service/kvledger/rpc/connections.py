@@ -13,6 +13,10 @@ from kvledger.limits import MESSAGE_BYTES_MAX, METADATA_BYTES_MAX
 # one connection meets the queue's refusal, which says when to come back, and not a silent wait.
 STREAMS_PER_CONNECTION_MAX = 4096
 
+# How long a call may wait to be taken in, in seconds: as good as forever, since those that wait are
+# counted. gRPC drops what waits for longer, by itself after 30 s (see `_untaken`).
+UNTAKEN_SECONDS = 3600
+
 # Connections of operators: probes, a person, a collector; few, so that clients have the rest.
 OPERATOR_CONNECTIONS_MAX = 64
 
@@ -37,11 +41,17 @@ WRITE_BUFFER_BYTES = 1024
 KEEPALIVE = Keepalive()
 
 
-def options(max_connections: int, keepalive: Keepalive = KEEPALIVE) -> tuple[tuple[str, int], ...]:
-    """The options of a gRPC server that holds at most so many connections."""
+def options(
+    max_connections: int, keepalive: Keepalive = KEEPALIVE, *, max_queued: int = 0
+) -> tuple[tuple[str, int], ...]:
+    """The options of a gRPC server that holds at most so many connections.
+
+    `max_queued` is how many of its calls may wait for others to end.
+    """
     return (
         # One more is closed as soon as it is accepted; who is connected is not disturbed.
         ("grpc.max_allowed_incoming_connections", max_connections),
+        *_untaken(max_connections + max_queued + STREAMS_PER_CONNECTION_MAX),
         ("grpc.max_concurrent_streams", STREAMS_PER_CONNECTION_MAX),
         ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
         ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
@@ -63,6 +73,21 @@ def options(max_connections: int, keepalive: Keepalive = KEEPALIVE) -> tuple[tup
         ("grpc.enable_channelz", 1),
         # Two servers on one port would share its connections without a word.
         ("grpc.so_reuseport", 0),
+    )
+
+
+def _untaken(most: int) -> tuple[tuple[str, int], ...]:
+    """For calls that have come and that the event loop has not taken in yet.
+
+    One more is dropped with CANCELLED, as if its caller had gone away: it is not told to come back,
+    and nothing here hears of it. So all that may come at once has room: a call on each connection,
+    a full queue, and all that a gateway has on its one connection. gRPC by itself begins to drop at
+    1,000, at random (seen with grpcio 1.85.3).
+    """
+    return (
+        ("grpc.server.max_pending_requests", most),
+        ("grpc.server.max_pending_requests_hard_limit", most),
+        ("grpc.server_max_unrequested_time_in_server", UNTAKEN_SECONDS),
     )
 
 

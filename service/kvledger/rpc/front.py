@@ -62,6 +62,7 @@ class Front:
             reflects=reflects,
             connections_max=settings.max_connections,
             keepalive=keepalive,
+            queued_max=settings.max_queued,
         )
         self._operators_calls = Calls(settings.stall_timeout)
         self._make_operators = maker(

@@ -74,6 +74,7 @@ def maker(
     reflects: bool,
     connections_max: int,
     keepalive: connections.Keepalive,
+    queued_max: int = 0,
 ) -> Callable[[], grpc.aio.Server]:
     """What makes a server with these services and no port yet.
 
@@ -84,7 +85,7 @@ def maker(
 
     def make() -> grpc.aio.Server:
         server = grpc.aio.server(
-            options=connections.options(connections_max, keepalive),
+            options=connections.options(connections_max, keepalive, max_queued=queued_max),
             interceptors=(calls, UndecodableRefused()),
         )
         for service in services:

@@ -5,16 +5,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import time
+from collections import Counter
 from pathlib import Path
 
 import grpc
 import h2.events
 import h2.exceptions
+import pytest
+from grpc_channelz.v1 import channelz_pb2
+from grpc_channelz.v1.channelz import ChannelzServicer
 from http2_client import Http2Client
+from scripted_model import PATIENCE
 from server_harness import ServerHarness, refusal_of, request, serving
 
 from kvledger.limits import MESSAGE_BYTES_MAX
-from kvledger.rpc.connections import Keepalive
+from kvledger.rpc.connections import Keepalive, newest_server
+from kvledger.v1 import models_pb2, models_pb2_grpc
 
 
 def memory() -> int:
@@ -91,3 +98,39 @@ async def test_fifty_readers_that_take_nothing_take_little_memory() -> None:
         for client in clients:
             await client.close()
         await server.require_all_free()
+
+
+def _calls_at_once(address: str, count: int) -> Counter[str]:
+    """How so many calls end that come at once on one connection."""
+    with grpc.insecure_channel(address) as channel:
+        stub = models_pb2_grpc.ModelServiceStub(channel)  # type: ignore[no-untyped-call]
+        calls = [stub.ListModels.future(models_pb2.ListModelsRequest()) for _ in range(count)]
+        return Counter(call.code().name for call in calls)
+
+
+def _calls_begun(server: int) -> int:
+    """Calls that have come to a server, by gRPC's own number of it."""
+    answer = ChannelzServicer.GetServer(channelz_pb2.GetServerRequest(server_id=server), None)
+    return int(answer.server.data.calls_started)
+
+
+def _keep_the_loop_until_called(server: int, count: int, late_seconds: float) -> None:
+    """Keeps the event loop, as a long piece of work would, for so long after the calls came."""
+    ends = time.monotonic() + PATIENCE
+    while _calls_begun(server) < count:
+        assert time.monotonic() < ends, f"{_calls_begun(server)} of {count} calls came"
+        time.sleep(0.01)
+    time.sleep(late_seconds)
+
+
+@pytest.mark.parametrize(
+    "late_seconds", [0.2, pytest.param(32, marks=pytest.mark.soak)], ids=["at once", "for long"]
+)
+async def test_calls_that_wait_for_a_busy_loop_are_not_dropped(late_seconds: float) -> None:
+    """gRPC drops what is not taken in, as CANCELLED, of which nobody is told and tries again."""
+    count = 2000  # gRPC by itself begins to drop at 1,000, and what waits for 30 s
+    async with serving("--operators-listen", "none") as server:
+        calls = asyncio.ensure_future(asyncio.to_thread(_calls_at_once, server.address, count))
+        await asyncio.sleep(0)  # the thread starts
+        _keep_the_loop_until_called(newest_server(), count, late_seconds)
+        assert await calls == {"OK": count}
