@@ -261,7 +261,7 @@ class Streams:
         for sequence, logprobs in outcome.prompts.items():
             self._mailboxes[sequence].add_prompt(logprobs)
         mailboxes, logprobs_of = self._mailboxes, outcome.logprobs
-        for sequence, token, end_reason in report.tokens.tolist():
+        for sequence, token, end_reason in report.token_list:
             mailboxes[sequence].add_token(
                 sequence,
                 token,
