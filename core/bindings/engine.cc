@@ -181,13 +181,14 @@ void end_sequences(Engine& engine, const Ids& ids, const Reasons& reasons, std::
   }
 }
 
-py::tuple plan_step(BoundEngine& self, std::int64_t now, const ArrivalArrays* arrivals,
-                    const Ids& end_ids, const Reasons& end_reasons, const Ids& pauses,
-                    const Ids& resumes) {
+// Optional, not pointers: for a pointer that is None, pybind11 goes over all arguments twice.
+py::tuple plan_step(BoundEngine& self, std::int64_t now,
+                    const std::optional<ArrivalArrays>& arrivals, const Ids& end_ids,
+                    const Reasons& end_reasons, const Ids& pauses, const Ids& resumes) {
   Engine& engine = self.engine();
   require(!engine.has_uncommitted_step(), "the last step is not committed");
   end_sequences(engine, end_ids, end_reasons, now);
-  if (arrivals != nullptr) {
+  if (arrivals) {
     arrivals->accept_into(engine);
   }
   if (pauses) {
@@ -204,16 +205,24 @@ void require_uncommitted(const Engine& engine) {
   require(engine.has_uncommitted_step(), "there is no step to commit or abandon");
 }
 
-Report commit_step(BoundEngine& self, std::uint64_t step, const Array<std::int32_t>& tokens,
+std::span<const std::int32_t> tokens_in(const py::array& array) {
+  if (!holds<std::int32_t>(array) || (array.flags() & py::array::c_style) == 0) {
+    throw py::type_error("tokens are contiguous int32");
+  }
+  return {static_cast<const std::int32_t*>(array.data()), static_cast<std::size_t>(array.size())};
+}
+
+Report commit_step(BoundEngine& self, std::uint64_t step, const py::array& tokens,
                    const std::optional<Array<std::int32_t>>& offsets, std::int64_t now) {
   Engine& engine = self.engine();
+  const std::span<const std::int32_t> values = tokens_in(tokens);
   require_uncommitted(engine);
   if (offsets) {
-    engine.commit(StepId{step}, as_span(tokens), as_span(*offsets), now);
+    engine.commit(StepId{step}, values, as_span(*offsets), now);
   } else {
-    std::vector<std::int32_t> one_each(static_cast<std::size_t>(tokens.size()) + 1);
+    std::vector<std::int32_t> one_each(values.size() + 1);
     std::iota(one_each.begin(), one_each.end(), 0);
-    engine.commit(StepId{step}, as_span(tokens), one_each, now);
+    engine.commit(StepId{step}, values, one_each, now);
   }
   return report_of(engine);
 }
@@ -398,7 +407,7 @@ void bind_engine(py::module_& module) {
            py::arg("pauses").noconvert() = py::none(), py::arg("resumes").noconvert() = py::none(),
            "(Plan, Report) of the next step; a plan of no tokens if there is nothing to do. It is "
            "the same Plan each time.")
-      .def("commit", &commit_step, py::arg("step"), py::arg("tokens").noconvert(),
+      .def("commit", &commit_step, py::arg("step"), py::arg("tokens"),
            py::arg("offsets").noconvert(), py::arg("now"),
            "Without offsets every sequence has one token.")
       .def(
