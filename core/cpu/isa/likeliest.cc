@@ -10,6 +10,9 @@ constexpr int kLanes = 16;
 // Floats of which only the largest is found at first, not its place. A second look at the one part
 // that has it finds the place, while that part is still in the nearest cache.
 constexpr int64_t kPart = 1024;
+// Floats that are fetched ahead, also from the row that follows: the processor's own fetching ends
+// at each page.
+constexpr int64_t kAhead = 768;
 
 KVL_INLINE F32 load_some(const float* p, int64_t count) {
   if (count >= kLanes) {
@@ -28,6 +31,9 @@ KVL_INLINE float largest(const float* x, int64_t length, Lanes* strange) {
   F32 d = a;
   int64_t i = 0;
   for (; i + 4 * kLanes <= length; i += 4 * kLanes) {
+    for (int64_t ahead = i + kAhead; ahead < i + kAhead + 4 * kLanes; ahead += kLanes) {
+      prefetch(x + ahead);
+    }
     const F32 p = load(x + i);
     const F32 q = load(x + i + kLanes);
     const F32 r = load(x + i + 2 * kLanes);
