@@ -42,6 +42,15 @@ pybind11::array_t<T> copy_of(std::span<const T> values) {
   return pybind11::array_t<T>(static_cast<pybind11::ssize_t>(values.size()), values.data());
 }
 
+// Whether an array has exactly this dtype, byte order included. An argument of type Array<T> goes
+// through numpy's general conversion even where there is nothing to convert; what every step calls
+// takes a plain array and asks this.
+template <class T>
+bool holds(const pybind11::array& array) {
+  const pybind11::dtype type = array.dtype();
+  return type.num() == pybind11::dtype::num_of<T>() && type.byteorder() == '=';
+}
+
 inline void require(bool condition, const char* sentence) {
   if (!condition) {
     throw pybind11::value_error(sentence);

@@ -1,11 +1,13 @@
 #include <pybind11/stl.h>
 
+#include <limits>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "core/bindings/bindings.h"
 #include "core/cpu/kv_kernels.h"
+#include "core/cpu/likeliest.h"
 #include "core/cpu/packed_weight.h"
 #include "core/cpu/row_kernels.h"
 
@@ -201,6 +203,38 @@ void bind_row_kernels(py::class_<CpuKernels>& kernels) {
           "out = silu(first `columns` of x) * next `columns` of x.");
 }
 
+// Rows of floats with nothing between the floats of a row; a copy where they lie otherwise.
+py::array with_whole_rows(const py::array& x) {
+  constexpr py::ssize_t kBytes = sizeof(float);
+  const bool whole = x.shape(1) == 1 || x.strides(1) == kBytes;
+  const bool apart = x.shape(0) <= 1 || x.strides(0) % kBytes == 0;
+  const bool aligned = reinterpret_cast<std::uintptr_t>(x.data()) % alignof(float) == 0;
+  if (whole && apart && aligned) {
+    return x;
+  }
+  py::array_t<float> copy({x.shape(0), x.shape(1)});
+  copy[py::ellipsis()] = x;
+  return copy;
+}
+
+py::array_t<std::int32_t> likeliest_tokens(const py::array& logits) {
+  static const InstructionSet set = cpu::supported_instruction_sets().back();
+  if (!holds<float>(logits)) {
+    throw py::type_error("logits are float32");
+  }
+  require(logits.ndim() == 2, "logits are [rows, vocabulary]");
+  const std::int64_t columns = logits.shape(1);
+  require(columns >= 1 && columns <= std::numeric_limits<std::int32_t>::max(),
+          "the vocabulary must be from 1 to 2^31 - 1");
+  const py::array rows = with_whole_rows(logits);
+  const std::int64_t stride = rows.strides(0) / static_cast<py::ssize_t>(sizeof(float));
+  const ConstMatrix matrix{static_cast<const float*>(rows.data()), rows.shape(0), columns, stride};
+  py::array_t<std::int32_t> tokens(matrix.rows);
+  const std::span<std::int32_t> out(tokens.mutable_data(), static_cast<std::size_t>(matrix.rows));
+  maybe_without_gil(matrix.rows * columns, [&] { cpu::likeliest(set, matrix, out); });
+  return tokens;
+}
+
 void bind_kv_kernels(py::class_<CpuKernels>& kernels) {
   kernels
       .def(
@@ -256,6 +290,9 @@ void bind_cpu_kernels(py::module_& module) {
   bind_weight_kernels(kernels);
   bind_row_kernels(kernels);
   bind_kv_kernels(kernels);
+  module.def("likeliest", &likeliest_tokens, py::arg("logits"),
+             "int32 [rows]: the first of the largest of each row of float32 [rows, vocabulary]; -1 "
+             "where the largest is not finite or one is NaN.");
 }
 
 }  // namespace kvledger::bindings

@@ -6,6 +6,8 @@
 
 #include <algorithm>
 #include <memory>
+#include <numeric>
+#include <optional>
 
 #include "core/bindings/bindings.h"
 
@@ -14,52 +16,77 @@ namespace py = pybind11;
 namespace kvledger::bindings {
 namespace {
 
-// The arrays of one plan, as views into the engine's buffer: valid until the next plan.
+// What a plan reads: both are parts of the engine.
 class Plan {
  public:
-  Plan(const StepPlan& plan, const BlockTables& tables, py::object engine)
-      : plan_(plan), tables_(tables), engine_(std::move(engine)) {}
+  explicit Plan(std::shared_ptr<const Engine> engine, const StepPlan& plan)
+      : engine_(std::move(engine)), plan_(plan) {}
 
   const StepPlanView& view() const noexcept { return plan_.view(); }
   const StepPlan& plan() const noexcept { return plan_; }
-  const BlockTables& tables() const noexcept { return tables_; }
+  const BlockTables& tables() const noexcept { return engine_->tables(); }
 
  private:
-  const StepPlan& plan_;
-  const BlockTables& tables_;
-  py::object engine_;  // owns both
+  std::shared_ptr<const Engine> engine_;
+  const StepPlan& plan_;  // of the engine, which has one for all steps
 };
 
+// An engine, and the one object that shows its plan to Python: every step has the same.
+class BoundEngine {
+ public:
+  explicit BoundEngine(std::unique_ptr<Engine> engine) : engine_(std::move(engine)) {}
+
+  Engine& engine() const noexcept { return *engine_; }
+
+  py::object show(const StepPlan& plan) {
+    if (!plan_) {
+      plan_ = py::cast(Plan(engine_, plan));
+    }
+    return plan_;
+  }
+
+ private:
+  std::shared_ptr<Engine> engine_;
+  py::object plan_;  // has its own share of the engine, so they hold each other by nothing
+};
+
+// What changed, by value. Python objects are made of what is asked for, when it is asked for: most
+// steps have only tokens, and making arrays for nothing costs as much as the step.
 struct Report {
-  py::array_t<Admission> admissions;
-  py::array_t<Preemption> preemptions;
-  py::array_t<Refusal> refusals;
-  py::array_t<OutputToken> tokens;
-  py::array_t<Receipt> receipts;
+  StepReport changes;
   std::int64_t running = 0;
   std::int64_t waiting = 0;
-  py::array_t<std::int64_t> balances;
+  Balances balances;
 };
 
-// An array of its own for what changed; one for all where nothing did, as in most steps.
+Report report_of(Engine& engine) {
+  return {engine.take_report(), engine.running(), engine.waiting(), engine.ledger().balances()};
+}
+
+// A view of records that live as long as `report`; one for all where there are none.
 template <class T>
-py::array_t<T> records(const std::vector<T>& values) {
+py::array_t<T> records(const std::vector<T>& values, const py::object& report) {
   if (values.empty()) {
     PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<py::array_t<T>> nothing;
     return nothing.call_once_and_store_result([] { return py::array_t<T>(0); }).get_stored();
   }
-  return copy_of(std::span<const T>(values));
+  return view_of(std::span<const T>(values), report);
 }
 
-Report report_of(Engine& engine) {
-  const StepReport& report = engine.take_report();
-  Report result{records(report.admissions), records(report.preemptions),
-                records(report.refusals),   records(report.tokens),
-                records(report.receipts),   engine.running(),
-                engine.waiting(),           py::array_t<std::int64_t>(kBlockStates)};
-  const Balances balances = engine.ledger().balances();
+py::array_t<std::int64_t> balances_of(const Report& report) {
+  py::array_t<std::int64_t> result(kBlockStates);
   for (std::size_t i = 0; i < kBlockStates; ++i) {
-    result.balances.mutable_at(static_cast<py::ssize_t>(i)) = balances.blocks[i].value();
+    result.mutable_at(static_cast<py::ssize_t>(i)) = report.balances.blocks[i].value();
+  }
+  return result;
+}
+
+// The tokens as Python has them at last: tuples of numbers.
+py::list token_list(const Report& report) {
+  const std::vector<OutputToken>& tokens = report.changes.tokens;
+  py::list result(tokens.size());
+  for (std::size_t i = 0; i < tokens.size(); ++i) {
+    result[i] = py::make_tuple(tokens[i].sequence, tokens[i].token, tokens[i].end_reason);
   }
   return result;
 }
@@ -109,12 +136,13 @@ EndReason end_reason(int reason) {
   return static_cast<EndReason>(reason);
 }
 
-std::unique_ptr<Engine> make_engine(std::int64_t blocks, std::int32_t slots_per_block,
-                                    std::int64_t context_tokens, std::int64_t token_budget,
-                                    std::int64_t sequences_max, std::vector<Token> end_of_text,
-                                    std::int64_t aging_per_priority, std::int64_t overtakes_max,
-                                    std::int64_t preemptions_max, std::int64_t step_time_max,
-                                    std::int64_t step_stretch, std::int64_t now) {
+std::unique_ptr<BoundEngine> make_engine(std::int64_t blocks, std::int32_t slots_per_block,
+                                         std::int64_t context_tokens, std::int64_t token_budget,
+                                         std::int64_t sequences_max, std::vector<Token> end_of_text,
+                                         std::int64_t aging_per_priority,
+                                         std::int64_t overtakes_max, std::int64_t preemptions_max,
+                                         std::int64_t step_time_max, std::int64_t step_stretch,
+                                         std::int64_t now) {
   require(blocks >= 1 && blocks < (std::int64_t{1} << 31), "blocks must be from 1 to 2^31 - 1");
   require(slots_per_block >= 1, "slots_per_block must be at least 1");
   require(context_tokens >= 2, "context_tokens must be at least 2");
@@ -135,30 +163,68 @@ std::unique_ptr<Engine> make_engine(std::int64_t blocks, std::int32_t slots_per_
   settings.slots_per_block = slots_per_block;
   settings.context_tokens = context_tokens;
   settings.end_of_text = std::move(end_of_text);
-  return std::make_unique<Engine>(settings, now);
+  return std::make_unique<BoundEngine>(std::make_unique<Engine>(settings, now));
 }
 
-py::tuple plan_step(const py::object& self, std::int64_t now, const ArrivalArrays* arrivals,
-                    const Array<std::uint64_t>& end_ids, const Array<std::uint8_t>& end_reasons,
-                    const Array<std::uint64_t>& pauses, const Array<std::uint64_t>& resumes) {
-  Engine& engine = self.cast<Engine&>();
-  require(!engine.has_uncommitted_step(), "the last step is not committed");
-  require(end_ids.size() == end_reasons.size(), "end arrays differ in length");
-  for (py::ssize_t i = 0; i < end_ids.size(); ++i) {
-    const std::uint64_t id = end_ids.at(i);
-    engine.end({&id, 1}, end_reason(end_reasons.at(i)), now);
+using Ids = std::optional<Array<std::uint64_t>>;
+using Reasons = std::optional<Array<std::uint8_t>>;
+
+void end_sequences(Engine& engine, const Ids& ids, const Reasons& reasons, std::int64_t now) {
+  require(ids.has_value() == reasons.has_value(), "ends need ids and reasons");
+  if (!ids) {
+    return;
   }
-  if (arrivals != nullptr) {
+  require(ids->size() == reasons->size(), "end arrays differ in length");
+  for (py::ssize_t i = 0; i < ids->size(); ++i) {
+    const std::uint64_t id = ids->at(i);
+    engine.end({&id, 1}, end_reason(reasons->at(i)), now);
+  }
+}
+
+// Optional, not pointers: for a pointer that is None, pybind11 goes over all arguments twice.
+py::tuple plan_step(BoundEngine& self, std::int64_t now,
+                    const std::optional<ArrivalArrays>& arrivals, const Ids& end_ids,
+                    const Reasons& end_reasons, const Ids& pauses, const Ids& resumes) {
+  Engine& engine = self.engine();
+  require(!engine.has_uncommitted_step(), "the last step is not committed");
+  end_sequences(engine, end_ids, end_reasons, now);
+  if (arrivals) {
     arrivals->accept_into(engine);
   }
-  engine.pause(as_span(pauses), now);
-  engine.resume(as_span(resumes), now);
+  if (pauses) {
+    engine.pause(as_span(*pauses), now);
+  }
+  if (resumes) {
+    engine.resume(as_span(*resumes), now);
+  }
   const StepPlan& plan = engine.plan(now);
-  return py::make_tuple(Plan(plan, engine.tables(), self), report_of(engine));
+  return py::make_tuple(self.show(plan), report_of(engine));
 }
 
 void require_uncommitted(const Engine& engine) {
   require(engine.has_uncommitted_step(), "there is no step to commit or abandon");
+}
+
+std::span<const std::int32_t> tokens_in(const py::array& array) {
+  if (!holds<std::int32_t>(array) || (array.flags() & py::array::c_style) == 0) {
+    throw py::type_error("tokens are contiguous int32");
+  }
+  return {static_cast<const std::int32_t*>(array.data()), static_cast<std::size_t>(array.size())};
+}
+
+Report commit_step(BoundEngine& self, std::uint64_t step, const py::array& tokens,
+                   const std::optional<Array<std::int32_t>>& offsets, std::int64_t now) {
+  Engine& engine = self.engine();
+  const std::span<const std::int32_t> values = tokens_in(tokens);
+  require_uncommitted(engine);
+  if (offsets) {
+    engine.commit(StepId{step}, values, as_span(*offsets), now);
+  } else {
+    std::vector<std::int32_t> one_each(values.size() + 1);
+    std::iota(one_each.begin(), one_each.end(), 0);
+    engine.commit(StepId{step}, values, one_each, now);
+  }
+  return report_of(engine);
 }
 
 // A batch over arrays that the caller keeps as they are.
@@ -264,22 +330,35 @@ void bind_plan(py::module_& module) {
 }
 
 void bind_report(py::module_& module) {
+  const auto array = [](auto member) {
+    return [member](const py::object& self) {
+      return records(self.cast<const Report&>().changes.*member, self);
+    };
+  };
   py::class_<Report>(module, "Report", "What changed since the last report; core/step_report.h.")
-      .def_readonly("admissions", &Report::admissions)
-      .def_readonly("preemptions", &Report::preemptions)
-      .def_readonly("refusals", &Report::refusals)
-      .def_readonly("tokens", &Report::tokens)
-      .def_readonly("receipts", &Report::receipts)
+      .def_property_readonly("admissions", array(&StepReport::admissions))
+      .def_property_readonly("preemptions", array(&StepReport::preemptions))
+      .def_property_readonly("refusals", array(&StepReport::refusals))
+      .def_property_readonly("tokens", array(&StepReport::tokens))
+      .def_property_readonly("receipts", array(&StepReport::receipts))
+      .def_property_readonly("token_list", &token_list,
+                             "The tokens as tuples (sequence, token, end reason or 0).")
       .def_property_readonly("is_empty",
                              [](const Report& r) {
-                               return r.admissions.size() == 0 && r.preemptions.size() == 0 &&
-                                      r.refusals.size() == 0 && r.tokens.size() == 0 &&
-                                      r.receipts.size() == 0;
+                               return r.changes.admissions.empty() &&
+                                      r.changes.preemptions.empty() && r.changes.refusals.empty() &&
+                                      r.changes.tokens.empty() && r.changes.receipts.empty();
                              })
+      .def_property_readonly(
+          "has_ends",
+          [](const Report& r) {
+            return !r.changes.receipts.empty() || !r.changes.refusals.empty();
+          },
+          "Whether there are receipts or refusals.")
       .def_readonly("running", &Report::running)
       .def_readonly("waiting", &Report::waiting)
-      .def_readonly("balances", &Report::balances,
-                    "int64 [5]: blocks free, reserved, held, cached, releasing");
+      .def_property_readonly("balances", &balances_of,
+                             "int64 [5]: blocks free, reserved, held, cached, releasing");
 }
 
 void bind_arrivals(py::module_& module) {
@@ -316,43 +395,41 @@ void bind_engine(py::module_& module) {
            py::keep_alive<1, 5>(), py::keep_alive<1, 6>())
       .def_readonly("sequences", &BatchView::sequences)
       .def_readonly("tokens", &BatchView::tokens);
-  py::class_<Engine>(module, "Engine", "Sequences, blocks and books; see core/engine.h.")
+  py::class_<BoundEngine>(module, "Engine", "Sequences, blocks and books; see core/engine.h.")
       .def(py::init(&make_engine), py::kw_only(), py::arg("blocks"), py::arg("slots_per_block"),
            py::arg("context_tokens"), py::arg("token_budget"), py::arg("sequences_max"),
            py::arg("end_of_text"), py::arg("aging_per_priority") = 5'000'000'000,
            py::arg("overtakes_max") = 16, py::arg("preemptions_max") = 3,
            py::arg("step_time_max") = 0, py::arg("step_stretch") = 0, py::arg("now"))
-      .def("plan", &plan_step, py::arg("now"), py::arg("arrivals").none(true),
-           py::arg("end_ids").noconvert(), py::arg("end_reasons").noconvert(),
-           py::arg("pauses").noconvert() = Array<std::uint64_t>(0),
-           py::arg("resumes").noconvert() = Array<std::uint64_t>(0),
-           "(Plan, Report) of the next step; a plan of no tokens if there is nothing to do.")
-      .def(
-          "commit",
-          [](Engine& engine, std::uint64_t step, const Array<std::int32_t>& tokens,
-             const Array<std::int32_t>& offsets, std::int64_t now) {
-            require_uncommitted(engine);
-            engine.commit(StepId{step}, as_span(tokens), as_span(offsets), now);
-            return report_of(engine);
-          },
-          py::arg("step"), py::arg("tokens").noconvert(), py::arg("offsets").noconvert(),
-          py::arg("now"))
+      .def("plan", &plan_step, py::arg("now"), py::arg("arrivals") = py::none(),
+           py::arg("end_ids").noconvert() = py::none(),
+           py::arg("end_reasons").noconvert() = py::none(),
+           py::arg("pauses").noconvert() = py::none(), py::arg("resumes").noconvert() = py::none(),
+           "(Plan, Report) of the next step; a plan of no tokens if there is nothing to do. It is "
+           "the same Plan each time.")
+      .def("commit", &commit_step, py::arg("step"), py::arg("tokens"),
+           py::arg("offsets").noconvert(), py::arg("now"),
+           "Without offsets every sequence has one token.")
       .def(
           "abandon",
-          [](Engine& engine, std::uint64_t step, std::int64_t now) {
-            require_uncommitted(engine);
-            engine.abandon(StepId{step}, now);
-            return report_of(engine);
+          [](BoundEngine& self, std::uint64_t step, std::int64_t now) {
+            require_uncommitted(self.engine());
+            self.engine().abandon(StepId{step}, now);
+            return report_of(self.engine());
           },
           py::arg("step"), py::arg("now"))
       .def(
           "end",
-          [](Engine& engine, const Array<std::uint64_t>& ids, int reason, std::int64_t now) {
-            engine.end(as_span(ids), end_reason(reason), now);
+          [](BoundEngine& self, const Array<std::uint64_t>& ids, int reason, std::int64_t now) {
+            self.engine().end(as_span(ids), end_reason(reason), now);
           },
           py::arg("ids").noconvert(), py::arg("reason"), py::arg("now"))
-      .def_property_readonly("sequence_tokens_max", &Engine::sequence_tokens_max)
-      .def("audit", &Engine::audit, "What disagrees in the books, or None.");
+      .def_property_readonly(
+          "sequence_tokens_max",
+          [](const BoundEngine& self) { return self.engine().sequence_tokens_max(); })
+      .def(
+          "audit", [](const BoundEngine& self) { return self.engine().audit(); },
+          "What disagrees in the books, or None.");
 }
 
 }  // namespace kvledger::bindings

@@ -10,6 +10,7 @@ from typing_extensions import Buffer
 KV_FORMATS: tuple[str, ...]
 
 def instruction_sets() -> list[str]: ...
+def likeliest(logits: npt.NDArray[np.float32]) -> npt.NDArray[np.int32]: ...
 def read_gguf(buffer: Buffer | npt.NDArray[Any]) -> GgufFile: ...
 
 class GgufTensor:
@@ -129,6 +130,10 @@ class Report:
     @property
     def is_empty(self) -> bool: ...
     @property
+    def has_ends(self) -> bool: ...
+    @property
+    def token_list(self) -> list[tuple[int, int, int]]: ...
+    @property
     def admissions(self) -> npt.NDArray[Any]: ...
     @property
     def preemptions(self) -> npt.NDArray[Any]: ...
@@ -180,14 +185,18 @@ class Engine:
     def plan(
         self,
         now: int,
-        arrivals: Arrivals | None,
-        end_ids: npt.NDArray[np.uint64],
-        end_reasons: npt.NDArray[np.uint8],
-        pauses: npt.NDArray[np.uint64] = ...,
-        resumes: npt.NDArray[np.uint64] = ...,
+        arrivals: Arrivals | None = ...,
+        end_ids: npt.NDArray[np.uint64] | None = ...,
+        end_reasons: npt.NDArray[np.uint8] | None = ...,
+        pauses: npt.NDArray[np.uint64] | None = ...,
+        resumes: npt.NDArray[np.uint64] | None = ...,
     ) -> tuple[Plan, Report]: ...
     def commit(
-        self, step: int, tokens: npt.NDArray[np.int32], offsets: npt.NDArray[np.int32], now: int
+        self,
+        step: int,
+        tokens: npt.NDArray[np.int32],
+        offsets: npt.NDArray[np.int32] | None,
+        now: int,
     ) -> Report: ...
     def abandon(self, step: int, now: int) -> Report: ...
     def end(self, ids: npt.NDArray[np.uint64], reason: int, now: int) -> None: ...

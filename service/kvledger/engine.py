@@ -10,9 +10,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import TypeAlias
+from types import MappingProxyType
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -33,9 +34,9 @@ CoreEngine: TypeAlias = _core.Engine
 # How long an idle engine sleeps before it shows a sign of life again, in seconds.
 _IDLE_SECONDS = 0.25
 
-# What most steps have to end, to pause and to resume.
-_NO_IDS = np.empty(0, dtype=np.uint64)
-_NO_REASONS = np.empty(0, dtype=np.uint8)
+# What most steps have to tell besides their tokens.
+_NO_LOGPROBS: Mapping[int, TokenLogprobs] = MappingProxyType({})
+_NO_PROMPTS: Mapping[int, Sequence[PromptLogprobs]] = MappingProxyType({})
 
 # What a block can be, in the order of the core's balances.
 BLOCK_STATES = ("free", "reserved", "held", "cached", "releasing")
@@ -79,15 +80,22 @@ class Job:
         return range(self.sequence, self.sequence + self.samples)
 
 
-@dataclass(frozen=True)
-class StepOutcome:
+class StepOutcome(NamedTuple):
     """What one crossing into the core changed: structured arrays as in core/step_report.h."""
 
     report: _core.Report
     # By sequence: of its token in the report, where its request asked.
-    logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
+    logprobs: Mapping[int, TokenLogprobs] = _NO_LOGPROBS
     # By request, of tokens of its prompt.
-    prompts: Mapping[int, Sequence[PromptLogprobs]] = field(default_factory=dict)
+    prompts: Mapping[int, Sequence[PromptLogprobs]] = _NO_PROMPTS
+
+
+class _News(NamedTuple):
+    """What other threads asked for since the last look."""
+
+    arrivals: list[Job]
+    ends: list[tuple[int, EndReason]]
+    pauses: dict[int, bool]  # what was asked last, by sequence
 
 
 def make_core(
@@ -163,9 +171,8 @@ class Engine:
         self._owners: dict[int, int] = {}  # sequence that was admitted to a row last, by row
         self._scores = PromptScores()
         self._stoppable: set[int] = set()  # sequences with tokens of their own that end them
-        self._balances: npt.NDArray[np.int64] | None = None  # of the last report
+        self._last_report: _core.Report | None = None
         self._last_beat = time.monotonic()
-        self._counting = np.arange(1, dtype=np.int32)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     @property
@@ -181,8 +188,10 @@ class Engine:
     @property
     def blocks(self) -> dict[str, int]:
         """Blocks of the pool by their state, after the last step; empty before the first."""
-        balances = self._balances
-        return {} if balances is None else dict(zip(BLOCK_STATES, balances.tolist(), strict=True))
+        report = self._last_report
+        if report is None:
+            return {}
+        return dict(zip(BLOCK_STATES, report.balances.tolist(), strict=True))
 
     @property
     def alive(self) -> bool:
@@ -275,50 +284,44 @@ class Engine:
 
     def _step(self) -> bool:
         """Plans and computes one step; False if there was nothing to compute."""
-        arrivals, ends = self._take_inbox()
-        ids, reasons = _NO_IDS, _NO_REASONS
-        if ends:
-            ids = np.array([sequence for sequence, _ in ends], dtype=np.uint64)
-            reasons = np.array([reason for _, reason in ends], dtype=np.uint8)
-        pauses, resumes = self._take_pauses()
-        plan, report = self._core.plan(
-            time.monotonic_ns(), _as_arrays(arrivals), ids, reasons, pauses, resumes
-        )
-        self._uncommitted = plan.step if plan.tokens else None
-        if report.admissions.size:  # taking columns costs as much as many tokens
+        # What is here runs with cold caches, for everything else ran since the last step: it costs
+        # what it touches. So a step of nothing but tokens asks for no lock and makes no array.
+        #
+        # A look without the lock may be taken for true: each of these is one whole object at any
+        # time, and what comes just after the look is found by the next one, for the loop sleeps
+        # only after a look with the lock.
+        if self._arrivals or self._ends or self._pauses:
+            plan, report = self._plan_with(self._take_news())
+        else:
+            plan, report = self._core.plan(time.monotonic_ns())
+        self._uncommitted = step = plan.step if plan.tokens else None
+        if report.is_empty:
+            self._last_report = report
+        else:
             for sequence, row in report.admissions[["sequence", "row"]].tolist():
                 self._admit(sequence, row)
-        self._hand_out(report)
-        if plan.tokens == 0:
+            self._hand_out(report)
+        if step is None:
             return False
         try:
             tokens, logprobs = self._compute(plan)
         except DeviceLost:
             raise
         except Exception:
-            _log.exception("step_failed", step=plan.step, sequences=plan.sequences)
-            report = self._core.abandon(plan.step, time.monotonic_ns())
+            _log.exception("step_failed", step=step, sequences=plan.sequences)
+            report = self._core.abandon(step, time.monotonic_ns())
             self._uncommitted = None
             self._hand_out(report)
             return True
-        prompts = self._score_prompts(plan)
-        report = self._core.commit(
-            plan.step, tokens, self._one_each(len(tokens)), time.monotonic_ns()
-        )
+        prompts = self._score_prompts(plan) if self._scores.asked else _NO_PROMPTS
+        report = self._core.commit(step, tokens, None, time.monotonic_ns())
         self._uncommitted = None
-        self._end_at_stop_ids(report)
+        if self._stoppable:
+            self._end_at_stop_ids(report)
         self._hand_out(report, logprobs, prompts)
         return True
 
-    def _one_each(self, count: int) -> npt.NDArray[np.int32]:
-        """Where the tokens of each sequence begin, if each has one: int32 [count + 1]."""
-        if len(self._counting) <= count:
-            self._counting = np.arange(2 * count + 1, dtype=np.int32)
-        return self._counting[: count + 1]
-
     def _score_prompts(self, plan: _core.Plan) -> Mapping[int, Sequence[PromptLogprobs]]:
-        if not self._scores:
-            return {}
         return self._scores.of_step(
             plan,
             lambda row: self._open[self._owners[row]].samples.start,
@@ -355,29 +358,30 @@ class Engine:
         It comes before the report goes out: the ends of the next plan are taken first, so no step
         computes what follows.
         """
-        if not self._stoppable:
-            return
         found = [
             (sequence, EndReason.STOP)
-            for sequence, token, _ in report.tokens.tolist()
+            for sequence, token, _ in report.token_list
             if sequence in self._stoppable and token in self._open[sequence].stop_ids
         ]
-        with self._wakeup:
-            self._ends += found
+        if found:
+            with self._wakeup:
+                self._ends += found
 
-    def _take_inbox(self) -> tuple[list[Job], list[tuple[int, EndReason]]]:
+    def _take_news(self) -> _News:
         with self._wakeup:
             arrivals, self._arrivals = self._arrivals, []
             ends, self._ends = self._ends, []
-        if ends and arrivals:
-            # A job that ends before the core has seen it must arrive first: ends that name an
-            # arrival of this very moment wait for the next step.
-            new = {sequence for job in arrivals for sequence in job.sequences}
-            later = [end for end in ends if end[0] in new]
-            if later:
+            pauses, self._pauses = self._pauses, {}
+            if ends and arrivals:
+                # A job that ends before the core has seen it must arrive first: ends that name an
+                # arrival of this very moment wait for the next step.
+                new = {sequence for job in arrivals for sequence in job.sequences}
+                self._ends = [end for end in ends if end[0] in new]
                 ends = [end for end in ends if end[0] not in new]
-                with self._wakeup:
-                    self._ends[:0] = later
+        self._open_all(arrivals)
+        return _News(arrivals, ends, pauses)
+
+    def _open_all(self, arrivals: list[Job]) -> None:
         for job in arrivals:
             wants_changes = job.sampling.changes.changes_anything
             for index, sequence in enumerate(job.sequences):
@@ -393,23 +397,30 @@ class Engine:
                     self._stoppable.add(sequence)
             if job.prompt_logprobs is not None:
                 self._scores.ask(job.sequence, job.prompt, job.prompt_logprobs)
-        return arrivals, ends
 
-    def _take_pauses(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
-        if not self._pauses:
-            return _NO_IDS, _NO_IDS
-        with self._wakeup:
-            asked, self._pauses = self._pauses, {}
-        pauses = [sequence for sequence, paused in asked.items() if paused]
-        resumes = [sequence for sequence, paused in asked.items() if not paused]
-        return np.array(pauses, dtype=np.uint64), np.array(resumes, dtype=np.uint64)
+    def _plan_with(self, news: _News) -> tuple[_core.Plan, _core.Report]:
+        pauses = [sequence for sequence, paused in news.pauses.items() if paused]
+        resumes = [sequence for sequence, paused in news.pauses.items() if not paused]
+        return self._core.plan(
+            time.monotonic_ns(),
+            _as_arrays(news.arrivals),
+            np.array([sequence for sequence, _ in news.ends], dtype=np.uint64),
+            np.array([reason for _, reason in news.ends], dtype=np.uint8),
+            np.array(pauses, dtype=np.uint64),
+            np.array(resumes, dtype=np.uint64),
+        )
 
-    def _compute(self, plan: _core.Plan) -> tuple[npt.NDArray[np.int32], dict[int, TokenLogprobs]]:
+    def _compute(
+        self, plan: _core.Plan
+    ) -> tuple[npt.NDArray[np.int32], Mapping[int, TokenLogprobs]]:
         """The step's tokens, and log-probabilities by sequence where they were asked for."""
         logits = self._model.forward(plan, self._beat)
+        tokens = self._sampler.likeliest(logits)
+        if tokens is not None:
+            return tokens, _NO_LOGPROBS
         drawn = self._sampler.draw(logits, plan.logit_rows, plan.output_positions)
         if not drawn.logprobs:
-            return drawn.tokens, {}
+            return drawn.tokens, _NO_LOGPROBS
         return drawn.tokens, {
             self._owners[int(plan.logit_rows[place])]: logprobs
             for place, logprobs in drawn.logprobs.items()
@@ -418,19 +429,17 @@ class Engine:
     def _hand_out(
         self,
         report: _core.Report,
-        logprobs: Mapping[int, TokenLogprobs] | None = None,
-        prompts: Mapping[int, Sequence[PromptLogprobs]] | None = None,
+        logprobs: Mapping[int, TokenLogprobs] = _NO_LOGPROBS,
+        prompts: Mapping[int, Sequence[PromptLogprobs]] = _NO_PROMPTS,
     ) -> None:
-        self._balances = report.balances
+        self._last_report = report
         if report.is_empty and not prompts:
             return
-        for receipt in report.receipts:
-            for sequence in self._open[int(receipt["sequence"])].samples:
-                self._forget(sequence)
-        for refusal in report.refusals:
-            for sequence in self._open[int(refusal["sequence"])].samples:
-                self._forget(sequence)
-        self._publish(StepOutcome(report, logprobs or {}, prompts or {}))
+        if report.has_ends:
+            for ended in (*report.receipts, *report.refusals):
+                for sequence in self._open[int(ended["sequence"])].samples:
+                    self._forget(sequence)
+        self._publish(StepOutcome(report, logprobs, prompts))
 
     def _forget(self, sequence: int) -> None:
         self._stoppable.discard(sequence)

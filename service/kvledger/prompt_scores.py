@@ -30,19 +30,17 @@ class PromptScores:
     """Requests that want their prompts' log-probabilities. One thread at a time."""
 
     def __init__(self) -> None:
-        self._asked: dict[int, _Asked] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._asked)
+        # By request; empty in most steps, which look at it without a call.
+        self.asked: dict[int, _Asked] = {}
 
     def ask(self, request: int, prompt: npt.NDArray[np.int32], count: int) -> None:
         """Begins to tell, with `count` of the likeliest tokens in each place."""
         if len(prompt) > 1:
-            self._asked[request] = _Asked(prompt, count)
+            self.asked[request] = _Asked(prompt, count)
 
     def forget(self, request: int) -> None:
         """Tells nothing more of a request that has ended."""
-        self._asked.pop(request, None)
+        self.asked.pop(request, None)
 
     def of_step(
         self,
@@ -59,7 +57,7 @@ class PromptScores:
         told: dict[int, list[PromptLogprobs]] = {}
         for index, row in enumerate(plan.rows.tolist()):
             request = request_of_row(row)
-            asked = self._asked.get(request)
+            asked = self.asked.get(request)
             if asked is None:
                 continue
             first, last = plan.query_start[index : index + 2].tolist()

@@ -9,7 +9,6 @@ sequence goes on as if nothing had happened and neighbours do not matter.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from math import isfinite
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +16,7 @@ import numpy.typing as npt
 import structlog
 import torch
 
+from kvledger import _core
 from kvledger.logit_changes import ChangeOptions, LogitChanges, change_logits
 from kvledger.logprobs import TokenLogprobs, token_logprobs
 
@@ -75,9 +75,12 @@ class Sampler:
         self._has_changes = np.zeros(rows, dtype=np.bool_)
         self._changes: dict[int, LogitChanges] = {}
         self._refused = np.zeros(rows, dtype=np.bool_)
-        # Rows that take more than their likeliest token; and places of rows in a step.
+        # Rows that take more than their likeliest token.
         self._special: set[int] = set()
-        self._places = np.arange(rows)
+        # Logits seen last, and their memory as an array: a model has the same tensor for as long as
+        # a step has as many rows as the one before, and asking torch costs as much as the choice.
+        self._seen: torch.Tensor | None = None
+        self._seen_values = np.empty((0, 0), dtype=np.float32)
 
     def assign(
         self, row: int, parameters: SamplingParameters, changes: LogitChanges | None = None
@@ -123,6 +126,16 @@ class Sampler:
     ) -> npt.NDArray[np.int32]:
         """The tokens of `draw` alone."""
         return self.draw(logits, rows, positions).tokens
+
+    def likeliest(self, logits: torch.Tensor) -> npt.NDArray[np.int32] | None:
+        """What `draw` chooses if everybody takes the likeliest token; None if somebody does not.
+
+        logits: float32 [n, vocabulary]. The tokens are int32 [n], UNUSABLE where a row's largest
+        logit is not finite. Most steps need nothing else, and this touches nothing else.
+        """
+        if self._special:
+            return None
+        return _core.likeliest(self._values_of(logits))
 
     def draw(
         self,
@@ -178,6 +191,12 @@ class Sampler:
             return False
         return True
 
+    def _values_of(self, logits: torch.Tensor) -> npt.NDArray[np.float32]:
+        if logits is not self._seen:
+            self._seen_values = logits.numpy()
+            self._seen = logits
+        return self._seen_values
+
     def _choose(
         self,
         logits: torch.Tensor,
@@ -185,21 +204,21 @@ class Sampler:
         positions: npt.NDArray[np.int32],
     ) -> Drawn:
         """Changes nothing, so it can be tried again."""
-        values = logits.numpy()
-        chosen: npt.NDArray[np.int32] = values.argmax(axis=1).astype(np.int32)  # NaN comes first
-        highest = values[self._places[: len(rows)], chosen]
-        if not self._special and all(map(isfinite, highest.tolist())):
+        values = self._values_of(logits)
+        chosen = _core.likeliest(values)
+        if not self._special:
             return Drawn(chosen, {})  # what follows costs more than the rest of a small step
-        usable = np.isfinite(highest) & ~self._refused[rows]
+        highest = values[np.arange(len(rows)), chosen]
+        usable = (chosen != UNUSABLE) & ~self._refused[rows]
         changed = np.flatnonzero(self._has_changes[rows] & usable)
         if changed.size:
             own = values[changed]  # a copy: log-probabilities are the model's
             change_logits(
                 own, [self._changes[row] for row in rows[changed].tolist()], positions[changed]
             )
-            chosen[changed] = own.argmax(axis=1)
+            chosen[changed] = _core.likeliest(own)
             highest[changed] = own.max(axis=1)
-            usable[changed] = np.isfinite(highest[changed])
+            usable[changed] = chosen[changed] != UNUSABLE
         drawn = np.flatnonzero((self._temperature[rows] > 0.0) & usable)
         if drawn.size:
             scores = logits[torch.from_numpy(drawn)]

@@ -285,7 +285,7 @@ class Streams:
         for sequence, logprobs in outcome.prompts.items():
             self._mailboxes[sequence].add_prompt(logprobs)
         mailboxes, logprobs_of = self._mailboxes, outcome.logprobs
-        for sequence, token, end_reason in report.tokens.tolist():
+        for sequence, token, end_reason in report.token_list:
             mailbox = mailboxes[sequence]
             if end_reason or sequence in logprobs_of or mailbox.has_samples:
                 mailbox.add_token_of_sample(

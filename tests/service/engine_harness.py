@@ -49,9 +49,11 @@ class RecordingCore:
     def sequence_tokens_max(self) -> int:
         return self.core.sequence_tokens_max
 
-    def plan(self, now: int, arrivals: Any, ids: Any, reasons: Any, *pausing: Any) -> Any:
+    def plan(
+        self, now: int, arrivals: Any = None, ids: Any = None, reasons: Any = None, *pausing: Any
+    ) -> Any:
         self.plans += 1
-        self.ended += [(self.plans, int(sequence)) for sequence in ids]
+        self.ended += [(self.plans, int(sequence)) for sequence in (() if ids is None else ids)]
         plan, report = self.core.plan(now, arrivals, ids, reasons, *pausing)
         if pausing:
             self.paused |= {int(sequence) for sequence in pausing[0]}

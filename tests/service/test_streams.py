@@ -44,6 +44,7 @@ def outcome(
             [{"sequence": s, "queued": q, "again": a} for s, q, a in admissions or []],
         ),
         tokens=rows("tokens", [{"sequence": s, "token": t} for s, t in tokens or []]),
+        token_list=[(s, t, 0) for s, t in tokens or []],
         receipts=rows("receipts", [{"sequence": s, "end_reason": r} for s, r in receipts or []]),
         refusals=rows("refusals", [{"sequence": s} for s in refusals or []]),
         running=running,

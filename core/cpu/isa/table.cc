@@ -16,12 +16,13 @@ void unpack_tile(const void* tile, int32_t format, int64_t inputs, float* out);
 void unpack_row(const void* tile, int32_t format, int64_t inputs, int32_t output, float* out);
 void rms_norm(const float* x, const float* weight, float epsilon, int64_t length, float* out);
 void silu_multiply(const float* gate, const float* up, int64_t length, float* out);
+int32_t likeliest(const float* x, int64_t length);
 uint64_t read(const void* data, int64_t bytes);
 
 const KernelTable& table() {
   static constexpr KernelTable kTable = {
       &attend,      &append,     &rotate,   &merge,         &normalize, &linear,
-      &unpack_tile, &unpack_row, &rms_norm, &silu_multiply, &read,
+      &unpack_tile, &unpack_row, &rms_norm, &silu_multiply, &likeliest, &read,
   };
   return kTable;
 }

@@ -80,6 +80,8 @@ struct KernelTable {
   void (*rms_norm)(const float* x, const float* weight, float epsilon, int64_t length, float* out);
   // out[i] = silu(gate[i]) * up[i].
   void (*silu_multiply)(const float* gate, const float* up, int64_t length, float* out);
+  // Place of the first of the largest floats; -1 if the largest is not finite or any is NaN.
+  int32_t (*likeliest)(const float* x, int64_t length);
   // Sum of all 64-bit words: the cheapest way to read memory once.
   uint64_t (*read)(const void* data, int64_t bytes);
 };

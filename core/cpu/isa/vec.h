@@ -8,6 +8,7 @@
 // one.
 //
 //   F32      16 floats          U32      16 dwords, for packed weights and bf16 pairs
+//   Lanes    which of the 16, as a comparison finds them
 //
 // Lanes are ordered as in memory. `reduce_*` combine lanes in a fixed order. fma(a, b, c) is
 // a * b + c rounded once, except in the portable build on machines without it.

@@ -81,6 +81,25 @@ KVL_INLINE F32 select_first(int count, F32 x, F32 y) {
   return {_mm256_blendv_ps(y.a, x.a, _mm256_castsi256_ps(mask_first(count))),
           _mm256_blendv_ps(y.b, x.b, _mm256_castsi256_ps(mask_first(count - 8)))};
 }
+struct Lanes {
+  __m256 a, b;
+};
+KVL_INLINE Lanes no_lanes() {
+  return {_mm256_setzero_ps(), _mm256_setzero_ps()};
+}
+KVL_INLINE Lanes equal(F32 x, F32 y) {
+  return {_mm256_cmp_ps(x.a, y.a, _CMP_EQ_OQ), _mm256_cmp_ps(x.b, y.b, _CMP_EQ_OQ)};
+}
+KVL_INLINE Lanes unordered(F32 x, F32 y) {
+  return {_mm256_cmp_ps(x.a, y.a, _CMP_UNORD_Q), _mm256_cmp_ps(x.b, y.b, _CMP_UNORD_Q)};
+}
+KVL_INLINE Lanes either(Lanes x, Lanes y) {
+  return {_mm256_or_ps(x.a, y.a), _mm256_or_ps(x.b, y.b)};
+}
+KVL_INLINE uint32_t bits(Lanes x) {
+  return static_cast<uint32_t>(_mm256_movemask_ps(x.a)) |
+         static_cast<uint32_t>(_mm256_movemask_ps(x.b)) << 8;
+}
 KVL_INLINE float reduce_max(F32 x) {
   const __m256 m = _mm256_max_ps(x.a, x.b);
   __m128 h = _mm_max_ps(_mm256_castps256_ps128(m), _mm256_extractf128_ps(m, 1));

@@ -71,6 +71,25 @@ KVL_INLINE F32 scale_by_power_of_two(F32 a, F32 n) {
 KVL_INLINE F32 select_first(int count, F32 a, F32 b) {
   return {_mm512_mask_blend_ps(static_cast<__mmask16>((1U << count) - 1U), b.v, a.v)};
 }
+// Which lanes a comparison holds in.
+using Lanes = __mmask16;
+KVL_INLINE Lanes no_lanes() {
+  return 0;
+}
+KVL_INLINE Lanes equal(F32 a, F32 b) {
+  return _mm512_cmp_ps_mask(a.v, b.v, _CMP_EQ_OQ);
+}
+// Where a or b is NaN.
+KVL_INLINE Lanes unordered(F32 a, F32 b) {
+  return _mm512_cmp_ps_mask(a.v, b.v, _CMP_UNORD_Q);
+}
+KVL_INLINE Lanes either(Lanes a, Lanes b) {
+  return static_cast<Lanes>(a | b);
+}
+// One bit for each lane, the first lane's lowest.
+KVL_INLINE uint32_t bits(Lanes a) {
+  return a;
+}
 KVL_INLINE float reduce_max(F32 a) {
   return _mm512_reduce_max_ps(a.v);
 }

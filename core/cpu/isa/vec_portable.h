@@ -89,6 +89,28 @@ KVL_INLINE F32 scale_by_power_of_two(F32 a, F32 n) {
 KVL_INLINE F32 select_first(int count, F32 a, F32 b) {
   return {lanes() < count ? a.v : b.v};
 }
+struct Lanes {
+  Ints v;
+};
+KVL_INLINE Lanes no_lanes() {
+  return {Ints{}};
+}
+KVL_INLINE Lanes equal(F32 a, F32 b) {
+  return {a.v == b.v};
+}
+KVL_INLINE Lanes unordered(F32 a, F32 b) {
+  return {(a.v != a.v) | (b.v != b.v)};
+}
+KVL_INLINE Lanes either(Lanes a, Lanes b) {
+  return {a.v | b.v};
+}
+KVL_INLINE uint32_t bits(Lanes a) {
+  uint32_t found = 0;
+  for (int i = 0; i < 16; ++i) {
+    found |= static_cast<uint32_t>(a.v[i] & 1) << i;
+  }
+  return found;
+}
 KVL_INLINE float reduce_max(F32 a) {
   for (int width = 8; width > 0; width /= 2) {
     for (int i = 0; i < width; ++i) {

@@ -220,7 +220,8 @@ class Llama:
         self._gate_up = torch.empty(tokens_max, 2 * config.feed_forward)
         self._feed = torch.empty(tokens_max, config.feed_forward)
         self._vocabulary = int(weights.head.outputs)
-        self._logits = torch.empty(0, self._vocabulary)
+        self._logits_memory = torch.empty(0, self._vocabulary)
+        self._logits = self._logits_memory  # the rows of it that the last step wanted
 
     def forward(self, plan: _core.Plan, beat: Callable[[], None] = lambda: None) -> torch.Tensor:
         """Computes a step; logits are float32 [plan.logits, vocabulary], valid until the next.
@@ -272,9 +273,11 @@ class Llama:
 
     def _head(self, x: torch.Tensor, plan: _core.Plan) -> torch.Tensor:
         wanted = plan.logits
-        if self._logits.shape[0] < wanted:
-            self._logits = torch.empty(wanted, self._vocabulary)
-        logits = self._logits[:wanted]
+        if self._logits.shape[0] != wanted:
+            if self._logits_memory.shape[0] < wanted:
+                self._logits_memory = torch.empty(wanted, self._vocabulary)
+            self._logits = self._logits_memory[:wanted]
+        logits = self._logits
         if wanted > 0:
             rows = x[torch.from_numpy(plan.logit_tokens).long()]
             self._ops.rms_norm(rows, self._weights.output_norm, self._config.rms_epsilon, rows)
