@@ -135,7 +135,9 @@ class Sampler:
         """
         if self._special:
             return None
-        return _core.likeliest(self._values_of(logits))
+        if logits is not self._seen:
+            self._see(logits)
+        return _core.likeliest(self._seen_values)
 
     def draw(
         self,
@@ -191,11 +193,9 @@ class Sampler:
             return False
         return True
 
-    def _values_of(self, logits: torch.Tensor) -> npt.NDArray[np.float32]:
-        if logits is not self._seen:
-            self._seen_values = logits.numpy()
-            self._seen = logits
-        return self._seen_values
+    def _see(self, logits: torch.Tensor) -> None:
+        self._seen_values = logits.numpy()
+        self._seen = logits
 
     def _choose(
         self,
@@ -204,7 +204,7 @@ class Sampler:
         positions: npt.NDArray[np.int32],
     ) -> Drawn:
         """Changes nothing, so it can be tried again."""
-        values = self._values_of(logits)
+        values = logits.numpy()
         chosen = _core.likeliest(values)
         if not self._special:
             return Drawn(chosen, {})  # what follows costs more than the rest of a small step
