@@ -60,13 +60,11 @@ def add_to_server(servicer: GenerationServicer, server: grpc.aio.Server) -> None
         request_deserializer=generation_pb2.GenerateRequest.FromString,
         response_serializer=None,
     )
-    server.add_generic_rpc_handlers(
-        (
-            grpc.method_handlers_generic_handler(
-                method.containing_service.full_name, {method.name: handler}
-            ),
-        )
-    )
+    service, handlers = method.containing_service.full_name, {method.name: handler}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
+    # Without it gRPC would take these calls in apart from the others, and hold the last one for as
+    # long as no other of them comes: a client that is let go would not hear of it.
+    server.add_registered_method_handlers(service, handlers)
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
