@@ -8,8 +8,9 @@ compiled grammar is not, because requests that shared one would share its faults
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
+import socket
+import subprocess
 import sys
 import threading
 import weakref
@@ -114,11 +115,26 @@ class _HeldBytes:
             self._bytes -= size
 
 
+def _worker_process(channel: int) -> subprocess.Popen[bytes]:
+    """Starts worker.py, which reads and writes a file descriptor.
+
+    Not in the event loop's way: uvloop forks, and gRPC's threads that begin anew in the fork may end
+    it before it is another program (seen with grpcio 1.85.3).
+    """
+    return subprocess.Popen(
+        [sys.executable, "-m", "kvledger.constraints.worker"],
+        stdin=channel,
+        stdout=channel,
+        stderr=subprocess.DEVNULL,  # the library's words may quote the client
+    )
+
+
 class _Worker:
     """One process that tries sources; started when there is one to try, and again if it ends."""
 
     def __init__(self) -> None:
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._closed = False
 
     async def judge(self, vocabulary: Vocabulary, source: ConstraintSource) -> Verdict:
@@ -133,7 +149,8 @@ class _Worker:
     ) -> Verdict | None:
         """The verdict; None if the process is lost."""
         try:
-            if self._process is None or self._process.returncode is not None:
+            if self._process is None or self._process.poll() is not None:
+                await self.stop()
                 await self._start(vocabulary)
             return await asyncio.wait_for(self._ask(source), CLOCK_SECONDS + _GRACE_SECONDS)
         except asyncio.TimeoutError:
@@ -151,16 +168,17 @@ class _Worker:
     async def _start(self, vocabulary: Vocabulary) -> None:
         if self._closed:
             raise ServerDraining()
-        self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "kvledger.constraints.worker"),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,  # the library's words may quote the client
-        )
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = _worker_process(theirs.fileno())
+        try:
+            self._streams = _, writer = await asyncio.open_connection(sock=ours)
+        except BaseException:
+            ours.close()
+            raise
         if self._closed:  # in the meantime; what raises here is stopped
             raise ServerDraining()
-        assert self._process.stdin is not None
-        self._process.stdin.write(frame(vocabulary.pack()))
+        writer.write(frame(vocabulary.pack()))
         # An empty object costs nothing to compile: its answer means that the process is ready.
         ready = ConstraintSource("json_object")
         verdict = await asyncio.wait_for(self._ask(ready), _START_SECONDS)
@@ -168,14 +186,12 @@ class _Worker:
             raise RuntimeError("the process that tries constraints refuses the simplest")
 
     async def _ask(self, source: ConstraintSource) -> Verdict:
-        process = self._process
-        assert process is not None
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.write(frame(json.dumps(asdict(source)).encode()))
-        await process.stdin.drain()
-        length = frame_length(await process.stdout.readexactly(4))
-        return Verdict(**json.loads(await process.stdout.readexactly(length)))
+        assert self._streams is not None
+        reader, writer = self._streams
+        writer.write(frame(json.dumps(asdict(source)).encode()))
+        await writer.drain()
+        length = frame_length(await reader.readexactly(4))
+        return Verdict(**json.loads(await reader.readexactly(length)))
 
     async def close(self) -> None:
         """Ends the process; no other one is started."""
@@ -185,10 +201,12 @@ class _Worker:
     async def stop(self) -> None:
         """Ends the process."""
         process, self._process = self._process, None
+        streams, self._streams = self._streams, None
+        if streams is not None:
+            streams[1].close()
         if process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
+            process.kill()
+            await asyncio.get_running_loop().run_in_executor(None, process.wait)
 
 
 class ConstraintCompiler:
