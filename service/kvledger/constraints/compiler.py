@@ -118,8 +118,8 @@ class _HeldBytes:
 def _worker_process(channel: int) -> subprocess.Popen[bytes]:
     """Starts worker.py, which reads and writes a file descriptor.
 
-    Not in the event loop's way: uvloop forks, and gRPC's threads that begin anew in the fork may end
-    it before it is another program (seen with grpcio 1.85.3).
+    Not in the event loop's way: uvloop forks, and gRPC's threads that begin anew in the fork may
+    end it before it is another program (seen with grpcio 1.85.3).
     """
     return subprocess.Popen(
         [sys.executable, "-m", "kvledger.constraints.worker"],
