@@ -36,12 +36,6 @@ pybind11::array_t<T> view_of(std::span<const T> values, pybind11::handle owner) 
   return pybind11::array_t<T>(static_cast<pybind11::ssize_t>(values.size()), values.data(), owner);
 }
 
-// A numpy array with a copy of `values`.
-template <class T>
-pybind11::array_t<T> copy_of(std::span<const T> values) {
-  return pybind11::array_t<T>(static_cast<pybind11::ssize_t>(values.size()), values.data());
-}
-
 // Whether an array has exactly this dtype, byte order included. An argument of type Array<T> goes
 // through numpy's general conversion even where there is nothing to convert; what every step calls
 // takes a plain array and asks this.

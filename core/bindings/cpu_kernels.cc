@@ -217,8 +217,17 @@ py::array with_whole_rows(const py::array& x) {
   return copy;
 }
 
-py::array_t<std::int32_t> likeliest_tokens(const py::array& logits) {
-  static const InstructionSet set = cpu::supported_instruction_sets().back();
+class Likeliest {
+ public:
+  explicit Likeliest(const std::string& instruction_set) : set_(set_named(instruction_set)) {}
+
+  py::array_t<std::int32_t> operator()(const py::array& logits) const;
+
+ private:
+  InstructionSet set_;
+};
+
+py::array_t<std::int32_t> Likeliest::operator()(const py::array& logits) const {
   if (!holds<float>(logits)) {
     throw py::type_error("logits are float32");
   }
@@ -231,7 +240,7 @@ py::array_t<std::int32_t> likeliest_tokens(const py::array& logits) {
   const ConstMatrix matrix{static_cast<const float*>(rows.data()), rows.shape(0), columns, stride};
   py::array_t<std::int32_t> tokens(matrix.rows);
   const std::span<std::int32_t> out(tokens.mutable_data(), static_cast<std::size_t>(matrix.rows));
-  maybe_without_gil(matrix.rows * columns, [&] { cpu::likeliest(set, matrix, out); });
+  maybe_without_gil(matrix.rows * columns, [&] { cpu::likeliest(set_, matrix, out); });
   return tokens;
 }
 
@@ -290,9 +299,11 @@ void bind_cpu_kernels(py::module_& module) {
   bind_weight_kernels(kernels);
   bind_row_kernels(kernels);
   bind_kv_kernels(kernels);
-  module.def("likeliest", &likeliest_tokens, py::arg("logits"),
-             "int32 [rows]: the first of the largest of each row of float32 [rows, vocabulary]; -1 "
-             "where the largest is not finite or one is NaN.");
+  py::class_<Likeliest>(module, "Likeliest", "Finds the likeliest tokens; core/cpu/likeliest.h.")
+      .def(py::init<const std::string&>(), py::arg("instruction_set") = "auto")
+      .def("__call__", &Likeliest::operator(), py::arg("logits"),
+           "int32 [rows]: the first of the largest of each row of float32 [rows, vocabulary]; -1 "
+           "where the largest is not finite or one is NaN.");
 }
 
 }  // namespace kvledger::bindings

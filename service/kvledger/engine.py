@@ -2,7 +2,7 @@
 
 It alone makes and drives the core's Engine. Requests come in through `submit` and `end`, which any
 thread may call; what happened goes out as one StepOutcome per crossing, through the `publish`
-function given at the start. There is no loop over sequences here.
+function given at the start. No step of plain tokens loops over sequences here.
 """
 
 from __future__ import annotations

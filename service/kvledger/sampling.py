@@ -63,8 +63,12 @@ class Drawn(NamedTuple):
 class Sampler:
     """Parameters by row of the block tables, and the draw. One thread at a time."""
 
-    def __init__(self, rows: int) -> None:
-        """`rows` is the number of rows of the block tables."""
+    def __init__(self, rows: int, instruction_set: str = "auto") -> None:
+        """`rows` is the number of rows of the block tables.
+
+        `instruction_set` is one of `_core.instruction_sets()`, or "auto".
+        """
+        self._likeliest = _core.Likeliest(instruction_set)
         self._temperature = np.zeros(rows, dtype=np.float32)
         self._top_k = np.zeros(rows, dtype=np.int64)
         self._top_p = np.ones(rows, dtype=np.float32)
@@ -113,6 +117,7 @@ class Sampler:
     def release(self, row: int) -> None:
         """Forgets what belongs to the sequence that had `row`."""
         self._special.discard(row)
+        self._temperature[row] = 0.0
         self._refused[row] = False
         self._changes.pop(row, None)
         self._has_changes[row] = False
@@ -128,7 +133,7 @@ class Sampler:
         return self.draw(logits, rows, positions).tokens
 
     def likeliest(self, logits: torch.Tensor) -> npt.NDArray[np.int32] | None:
-        """What `draw` chooses if everybody takes the likeliest token; None if somebody does not.
+        """What `draw` chooses while nobody who has a row wants more; None if somebody does.
 
         logits: float32 [n, vocabulary]. The tokens are int32 [n], UNUSABLE where a row's largest
         logit is not finite. Most steps need nothing else, and this touches nothing else.
@@ -137,7 +142,7 @@ class Sampler:
             return None
         if logits is not self._seen:
             self._see(logits)
-        return _core.likeliest(self._seen_values)
+        return self._likeliest(self._seen_values)
 
     def draw(
         self,
@@ -205,9 +210,7 @@ class Sampler:
     ) -> Drawn:
         """Changes nothing, so it can be tried again."""
         values = logits.numpy()
-        chosen = _core.likeliest(values)
-        if not self._special:
-            return Drawn(chosen, {})  # what follows costs more than the rest of a small step
+        chosen = self._likeliest(values)
         highest = values[np.arange(len(rows)), chosen]
         usable = (chosen != UNUSABLE) & ~self._refused[rows]
         changed = np.flatnonzero(self._has_changes[rows] & usable)
@@ -216,7 +219,7 @@ class Sampler:
             change_logits(
                 own, [self._changes[row] for row in rows[changed].tolist()], positions[changed]
             )
-            chosen[changed] = _core.likeliest(own)
+            chosen[changed] = self._likeliest(own)
             highest[changed] = own.max(axis=1)
             usable[changed] = chosen[changed] != UNUSABLE
         drawn = np.flatnonzero((self._temperature[rows] > 0.0) & usable)

@@ -57,7 +57,7 @@ class Server:
         self._settings = settings
         self._model = model
         self._loop: asyncio.AbstractEventLoop | None = None
-        sampler = Sampler(settings.sequences_max)
+        sampler = Sampler(settings.sequences_max, settings.instruction_set)
         self._engine = Engine(model.core, model.llama, sampler, self._publish, self._engine_died)
         self._admission = Admission(
             self._engine,

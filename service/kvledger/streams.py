@@ -131,12 +131,6 @@ class Mailbox:
                     self._flow.resume(sequence)
         return tokens, news
 
-    async def next(self) -> Mail:
-        """Waits until there is something, and takes all of it."""
-        if (arrival := self.arrival()) is not None:
-            await arrival
-        return self.take()
-
     def _wake(self) -> None:
         reader = self._reader
         if reader is not None and not reader.done():

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kvledger import _core
 from kvledger.sampling import UNUSABLE, Sampler, SamplingParameters
 
+likeliest = _core.Likeliest()
 SPECIAL = (np.nan, np.inf, -np.inf, 0.0, -0.0, 1.0, -1.0, 3.4e38, -3.4e38, 1e-45)
 
 
@@ -43,7 +44,7 @@ def test_it_is_what_numpy_finds(
     for row, column, value in planted:
         if rows:
             logits[row % rows, column % vocabulary] = value
-    tokens = _core.likeliest(logits)
+    tokens = likeliest(logits)
     assert tokens.dtype == np.int32
     assert tokens.shape == (rows,)
     assert tokens.tolist() == expected(logits)
@@ -54,7 +55,7 @@ def test_rows_of_nothing_usable_have_no_token(value: float) -> None:
     """A sequence whose logits broke would go on with a made-up token."""
     logits = np.zeros((3, 70), dtype=np.float32)
     logits[1] = value
-    assert _core.likeliest(logits).tolist() == [0, UNUSABLE, 0]
+    assert likeliest(logits).tolist() == [0, UNUSABLE, 0]
 
 
 def test_logits_may_lie_anywhere() -> None:
@@ -75,7 +76,7 @@ def test_logits_may_lie_anywhere() -> None:
         "odd address": np.frombuffer(b"x" + whole.tobytes(), np.float32, 3600, 1).reshape(12, 300),
     }
     for name, logits in shapes.items():
-        assert _core.likeliest(logits).tolist() == expected(logits), name
+        assert likeliest(logits).tolist() == expected(logits), name
 
 
 def test_big_work_gives_the_same() -> None:
@@ -83,18 +84,33 @@ def test_big_work_gives_the_same() -> None:
     logits = np.random.default_rng(2).standard_normal((40, 49152)).astype(np.float32)
     logits[7, 49151] = np.nan
     logits[8, 49151] = 99.0
-    assert _core.likeliest(logits).tolist() == expected(logits)
+    assert likeliest(logits).tolist() == expected(logits)
+
+
+@pytest.mark.parametrize("instruction_set", _core.instruction_sets())
+def test_every_instruction_set_finds_the_same(instruction_set: str) -> None:
+    """A server that is told which instructions to use would use others for this."""
+    logits = np.random.default_rng(3).standard_normal((7, 1000)).astype(np.float32).round(1)
+    logits[2, 999], logits[4, 500] = np.nan, 77.0
+    assert _core.Likeliest(instruction_set)(logits).tolist() == expected(logits)
+    assert Sampler(7, instruction_set).likeliest(torch.from_numpy(logits)) is not None
+
+
+def test_unknown_instructions_are_refused() -> None:
+    """A name with a mistake in it would mean whatever the machine has."""
+    with pytest.raises(ValueError, match="instruction set"):
+        _core.Likeliest("avx1024")
 
 
 def test_what_are_no_logits_is_refused() -> None:
     """Bytes of something else would be read as numbers."""
     with pytest.raises(ValueError, match="rows, vocabulary"):
-        _core.likeliest(np.zeros(5, np.float32))
+        likeliest(np.zeros(5, np.float32))
     with pytest.raises(ValueError, match="vocabulary must be"):
-        _core.likeliest(np.zeros((5, 0), np.float32))
+        likeliest(np.zeros((5, 0), np.float32))
     for dtype in (np.float64, np.float16, np.int32, ">f4"):
         with pytest.raises(TypeError):
-            _core.likeliest(np.zeros((5, 3), dtype))  # type: ignore[arg-type]
+            likeliest(np.zeros((5, 3), dtype))  # type: ignore[arg-type]
 
 
 def test_a_sampler_knows_when_that_is_all() -> None:

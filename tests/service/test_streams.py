@@ -14,7 +14,7 @@ from stepping import NO_REASONS, NOBODY
 
 from kvledger.engine import EndReason, StepOutcome
 from kvledger.logprobs import TokenLogprobs
-from kvledger.streams import Mailbox, MailboxLimits, News, Receipt, Streams
+from kvledger.streams import Mail, Mailbox, MailboxLimits, News, Receipt, Streams
 
 # An empty report of the real core: its arrays say how the made-up ones must look.
 _, EMPTY = make_core().plan(0, None, NOBODY, NO_REASONS)
@@ -105,9 +105,16 @@ def nothing_there(mailbox: Mailbox) -> bool:
     return mailbox.arrival() is not None
 
 
+async def mail_of(mailbox: Mailbox) -> Mail:
+    """The next mail."""
+    if (arrival := mailbox.arrival()) is not None:
+        await arrival
+    return mailbox.take()
+
+
 async def news_of(mailbox: Mailbox) -> News:
     """The news in the next mail, of which there are some."""
-    _, news = await mailbox.next()
+    _, news = await mail_of(mailbox)
     assert news is not None
     return news
 
@@ -118,8 +125,8 @@ async def test_log_probabilities_pile_up_with_their_tokens(streams: Streams) -> 
     told = [TokenLogprobs(token, -0.5 * token, ((3, -0.1),)) for token in (7, 8)]
     for each in told:
         streams.deliver(outcome(tokens=[(2, 1), (1, each.token)], logprobs={1: each}))
-    assert await asked.next() == ([7, 8], News(logprobs=told))
-    assert await silent.next() == ([1, 1], None)
+    assert await mail_of(asked) == ([7, 8], News(logprobs=told))
+    assert await mail_of(silent) == ([1, 1], None)
 
 
 async def test_what_piled_up_comes_at_once_and_once(streams: Streams) -> None:
@@ -128,12 +135,12 @@ async def test_what_piled_up_comes_at_once_and_once(streams: Streams) -> None:
     streams.deliver(outcome(admissions=[(1, 777, 0)]))
     for token in range(50):
         streams.deliver(outcome(tokens=[(1, token)]))
-    assert await mailbox.next() == (list(range(50)), News(admitted_after=777))
+    assert await mail_of(mailbox) == (list(range(50)), News(admitted_after=777))
     assert nothing_there(mailbox)
     streams.deliver(outcome(tokens=[(1, 50)]))
-    assert await mailbox.next() == ([50], None)
+    assert await mail_of(mailbox) == ([50], None)
     streams.deliver(outcome(tokens=[(1, 51)], receipts=[(1, EndReason.LENGTH)]))
-    tokens, news = await mailbox.next()
+    tokens, news = await mail_of(mailbox)
     assert tokens == [51]
     assert news is not None
     assert news.is_last
@@ -150,7 +157,7 @@ async def test_a_waiting_reader_is_woken_by_each_kind_of_mail(streams: Streams) 
         outcome(refusals=[1]),
     ):
         mailbox = streams.open(1)
-        reader = asyncio.create_task(mailbox.next())
+        reader = asyncio.create_task(mail_of(mailbox))
         await asyncio.sleep(0)
         assert not reader.done()
         streams.deliver(deliver)
@@ -162,13 +169,13 @@ async def test_a_waiting_reader_is_woken_by_each_kind_of_mail(streams: Streams) 
 async def test_a_reader_that_was_cancelled_loses_nothing(streams: Streams) -> None:
     """Tokens that came in the moment of a timeout would be missing from the answer."""
     mailbox = streams.open(1)
-    reader = asyncio.create_task(mailbox.next())
+    reader = asyncio.create_task(mail_of(mailbox))
     await asyncio.sleep(0)
     streams.deliver(outcome(tokens=[(1, 9)]))
     reader.cancel()
     with pytest.raises(asyncio.CancelledError):
         await reader
-    assert (await mailbox.next())[0] == [9]
+    assert (await mail_of(mailbox))[0] == [9]
 
 
 async def test_mail_goes_to_its_own_reader(streams: Streams) -> None:
@@ -180,9 +187,9 @@ async def test_mail_goes_to_its_own_reader(streams: Streams) -> None:
             tokens=[(2, 20), (1, 10), (2**63, 30), (2, 21)],
         )
     )
-    assert (await mailboxes[1].next())[0] == [10]
-    assert (await mailboxes[2].next())[0] == [20, 21]
-    assert (await mailboxes[2**63].next())[0] == [30]
+    assert (await mail_of(mailboxes[1]))[0] == [10]
+    assert (await mail_of(mailboxes[2]))[0] == [20, 21]
+    assert (await mail_of(mailboxes[2**63]))[0] == [30]
 
 
 async def test_only_the_first_admission_is_told(streams: Streams) -> None:
@@ -225,7 +232,7 @@ async def test_admission_token_and_end_of_one_step_come_together(
     streams.deliver(
         outcome(admissions=[(1, 3, 0)], tokens=[(1, 65)], receipts=[(1, EndReason.LENGTH)])
     )
-    tokens, news = await mailbox.next()
+    tokens, news = await mail_of(mailbox)
     assert news is not None
     assert (news.admitted_after, tokens, news.is_last) == (3, [65], True)
     assert ends.told == [(1, news.receipt)]
@@ -249,7 +256,7 @@ async def test_when_the_engine_is_gone_everybody_is_told_once(streams: Streams, 
     streams.deliver(outcome(receipts=[(3, EndReason.STOP)]))
     streams.fail_all()
     streams.fail_all()
-    first, second, third = [await mailbox.next() for mailbox in mailboxes]
+    first, second, third = [await mail_of(mailbox) for mailbox in mailboxes]
     assert first[0] == [7], "what was computed is not lost"
     refused = [news is not None and news.refused for _, news in (first, second, third)]
     assert refused == [True, True, False], "the third had ended before"
@@ -312,7 +319,7 @@ async def test_every_request_ends_once_in_whatever_order(seed: int) -> None:
     streams.fail_all()
     assert sorted(ends.sequences) == sorted(mailboxes)
     for sequence, mailbox in mailboxes.items():
-        tokens, news = await mailbox.next()
+        tokens, news = await mail_of(mailbox)
         assert tokens == sent[sequence]
         assert news is not None
         assert news.is_last
@@ -334,9 +341,9 @@ async def test_a_full_mailbox_stops_its_sequence_and_nobody_else(
     assert flow.asked == []
     streams.deliver(outcome(tokens=[(1, 7), (1, 8)]))
     assert flow.asked == [("pause", 1)]
-    assert (await other.next())[0] == [5]
+    assert (await mail_of(other))[0] == [5]
     assert flow.asked == [("pause", 1)]
-    assert (await slow.next())[0] == [5, 6, 7, 8]
+    assert (await mail_of(slow))[0] == [5, 6, 7, 8]
     assert flow.asked == [("pause", 1), ("resume", 1)]
     streams.deliver(outcome(tokens=[(1, 9), (1, 9), (1, 9)]))
     assert flow.asked[2:] == [("pause", 1)]
@@ -351,7 +358,7 @@ async def test_a_reader_who_never_comes_is_given_up_once(flow: FakeFlow, ends: E
     assert flow.asked == [("pause", 1), ("give up", 1)]
     assert mailbox.gave_up
     streams.deliver(outcome(tokens=[(1, 8)], receipts=[(1, EndReason.CANCELLED)]))
-    tokens, news = await mailbox.next()
+    tokens, news = await mail_of(mailbox)
     assert tokens == [5, 6, 7, 8]
     assert news is not None
     assert news.is_last
@@ -365,7 +372,7 @@ async def test_a_reader_who_comes_in_time_is_not_given_up(flow: FakeFlow, ends: 
     mailbox = streams.open(1)
     for _ in range(4):
         streams.deliver(outcome(tokens=[(1, 5), (1, 6), (1, 7)]))
-        await mailbox.next()
+        await mail_of(mailbox)
     await asyncio.sleep(0.15)
     assert ("give up", 1) not in flow.asked
 

@@ -118,8 +118,9 @@ class _HeldBytes:
 def _worker_process(channel: int) -> subprocess.Popen[bytes]:
     """Starts worker.py, which reads and writes a file descriptor.
 
-    Not in the event loop's way: uvloop forks, and gRPC's threads that begin anew in the fork may
-    end it before it is another program (seen with grpcio 1.85.3).
+    The event loop would do it by a fork, in which gRPC begins its threads anew, and they may end it
+    before it is another program (seen with uvloop and grpcio 1.85.3). Popen uses vfork, in which
+    nothing of ours runs, as long as it is given no preexec_fn, user or group.
     """
     return subprocess.Popen(
         [sys.executable, "-m", "kvledger.constraints.worker"],
@@ -169,9 +170,9 @@ class _Worker:
         if self._closed:
             raise ServerDraining()
         ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = _worker_process(theirs.fileno())
         try:
+            with theirs:
+                self._process = _worker_process(theirs.fileno())
             self._streams = _, writer = await asyncio.open_connection(sock=ours)
         except BaseException:
             ours.close()
@@ -206,7 +207,7 @@ class _Worker:
             streams[1].close()
         if process is not None:
             process.kill()
-            await asyncio.get_running_loop().run_in_executor(None, process.wait)
+            await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, process.wait))
 
 
 class ConstraintCompiler:

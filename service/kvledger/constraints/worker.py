@@ -56,7 +56,7 @@ BROKE = Verdict(
 
 
 def frame(payload: bytes) -> bytes:
-    """A payload as it goes through the pipe."""
+    """A payload as it goes through the socket."""
     return _LENGTH.pack(len(payload)) + payload
 
 

@@ -80,9 +80,9 @@ def _untaken(most: int) -> tuple[tuple[str, int], ...]:
     """For calls that have come and that the event loop has not taken in yet.
 
     One more is dropped with CANCELLED, as if its caller had gone away: it is not told to come back,
-    and nothing here hears of it. So all that may come at once has room: a call on each connection,
-    a full queue, and all that a gateway has on its one connection. gRPC by itself begins to drop at
-    1,000, at random (seen with grpcio 1.85.3).
+    and nothing here hears of it. So there is room for a call on each connection, a full queue, and
+    all that one gateway has on its one connection. gRPC by itself begins to drop at 1,000, at
+    random (seen with grpcio 1.85.3).
     """
     return (
         ("grpc.server.max_pending_requests", most),

@@ -152,7 +152,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             await abort(context, ServerDraining(), trailer)
         except Exception as error:
             if call.writing_since is not None:
-                raise  # the client is gone: nobody is there to be told
+                raise  # the write failed: gRPC has ended the call, or will
             trailer = await stream.settle() if stream is not None else ()
             await abort(context, error, trailer)
         finally:
