@@ -3,6 +3,7 @@
 #include "core/cpu/likeliest.h"
 
 #include <cmath>
+#include <initializer_list>
 #include <limits>
 
 #include "tests/check_throws.h"
@@ -35,6 +36,22 @@ std::int32_t found(InstructionSet set, const float* row, std::int64_t columns) {
   return token;
 }
 
+// Puts each of `values` in many places of a row, one at a time, and looks each time.
+template <class Look>
+void put_in_places(std::vector<float>& row, std::initializer_list<float> values, Look look) {
+  const std::size_t step = std::max<std::size_t>(1, row.size() / 300);
+  for (std::size_t place = 0; place < row.size(); place += step) {
+    CAPTURE(row.size());
+    CAPTURE(place);
+    const float before = row[place];
+    for (const float value : values) {
+      row[place] = value;
+      look(static_cast<std::int32_t>(place));
+    }
+    row[place] = before;
+  }
+}
+
 }  // namespace
 
 // Widths around a register, four of them, and the parts that a row is looked at in.
@@ -47,15 +64,8 @@ TEST_CASE("the likeliest is found in every place") {
     for (const std::int64_t columns : kWidths) {
       Random random(5);
       std::vector<float> row = random_floats(random, columns, 3.0F);
-      const std::int64_t step = std::max<std::int64_t>(1, columns / 300);
-      for (std::int64_t place = 0; place < columns; place += step) {
-        CAPTURE(columns);
-        CAPTURE(place);
-        const float before = row[static_cast<std::size_t>(place)];
-        row[static_cast<std::size_t>(place)] = 7.0F;
-        REQUIRE(found(set, row.data(), columns) == place);
-        row[static_cast<std::size_t>(place)] = before;
-      }
+      put_in_places(row, {7.0F},
+                    [&](std::int32_t place) { REQUIRE(found(set, row.data(), columns) == place); });
       REQUIRE(found(set, row.data(), columns) == expected(row.data(), columns));
     }
   }
@@ -87,17 +97,9 @@ TEST_CASE("a row is unusable if its largest is not finite or one is NaN") {
       CHECK(found(set, lowest.data(), columns) == kUnusableRow);
       Random random(6);
       std::vector<float> row = random_floats(random, columns, 3.0F);
-      const std::int64_t step = std::max<std::int64_t>(1, columns / 300);
-      for (std::int64_t place = 0; place < columns; place += step) {
-        CAPTURE(columns);
-        CAPTURE(place);
-        const float before = row[static_cast<std::size_t>(place)];
-        for (const float value : {kNan, -kNan, kInfinity, -kInfinity}) {
-          row[static_cast<std::size_t>(place)] = value;
-          REQUIRE(found(set, row.data(), columns) == expected(row.data(), columns));
-        }
-        row[static_cast<std::size_t>(place)] = before;
-      }
+      put_in_places(row, {kNan, -kNan, kInfinity, -kInfinity}, [&](std::int32_t) {
+        REQUIRE(found(set, row.data(), columns) == expected(row.data(), columns));
+      });
     }
   }
 }

@@ -93,7 +93,9 @@ def test_every_instruction_set_finds_the_same(instruction_set: str) -> None:
     logits = np.random.default_rng(3).standard_normal((7, 1000)).astype(np.float32).round(1)
     logits[2, 999], logits[4, 500] = np.nan, 77.0
     assert _core.Likeliest(instruction_set)(logits).tolist() == expected(logits)
-    assert Sampler(7, instruction_set).likeliest(torch.from_numpy(logits)) is not None
+    tokens = Sampler(7, instruction_set).likeliest(torch.from_numpy(logits))
+    assert tokens is not None
+    assert tokens.tolist() == expected(logits)
 
 
 def test_unknown_instructions_are_refused() -> None:
