@@ -1,6 +1,6 @@
 """Decode attention over paged KV memory against a plain contiguous read of as many bytes.
 
-    python -m bench.attention [--context 4096] [--block-tokens 16 32 64] [--threads 2]
+    python -m bench.attention [--context 4096] [--block-tokens 16 32 64] [--chunks 1 8 64]
 
 Sequences lie in blocks of shuffled order, all of them together several times the last-level cache,
 so every byte comes from memory. For each block size, in turn and repeated:
@@ -8,6 +8,9 @@ so every byte comes from memory. For each block size, in turn and repeated:
   read       all bytes once, contiguous
   paged      decode attention of every layer of every sequence, as the server lays blocks out
   unpaged    the same kernel on [layer][token] memory, which is what paging would have replaced
+
+Then chunks of a prompt, whose tokens share each load of keys and values: operations a second, at 4
+for each query head, key and dimension.
 
 The shape is SmolLM2-135M's: 30 layers, 9 query heads over 3 KV heads of 64.
 """
@@ -67,18 +70,22 @@ def fill_with_numbers(memory: _core.KvMemory) -> None:
         part[:] = pattern[: len(part)]
 
 
-def decode_pass(
-    kernels: _core.CpuKernels, view: _core.KvView, tables: npt.NDArray[np.int32], context: int
+def attention_pass(
+    kernels: _core.CpuKernels,
+    view: _core.KvView,
+    tables: npt.NDArray[np.int32],
+    context: int,
+    tokens: int = 1,
 ) -> None:
-    """One decode step of every sequence by itself, attention only."""
-    queries = np.full((1, (QUERY_HEADS + 2 * KV_HEADS) * HEAD_DIM), 0.01, dtype=np.float32)
-    out = np.empty((1, QUERY_HEADS * HEAD_DIM), dtype=np.float32)
+    """One step of the last `tokens` tokens of each sequence by itself, attention only."""
+    queries = np.full((tokens, (QUERY_HEADS + 2 * KV_HEADS) * HEAD_DIM), 0.01, dtype=np.float32)
+    out = np.empty((tokens, QUERY_HEADS * HEAD_DIM), dtype=np.float32)
     for row in range(len(tables)):
         batch = _core.Batch(
-            query_start=np.array([0, 1], dtype=np.int32),
+            query_start=np.array([0, tokens], dtype=np.int32),
             context_length=np.array([context], dtype=np.int32),
             rows=np.array([row], dtype=np.int32),
-            positions=np.array([context - 1], dtype=np.int32),
+            positions=np.arange(context - tokens, context, dtype=np.int32),
             block_tables=tables,
         )
         kernels.begin_step(view, batch, QUERY_HEADS)
@@ -100,8 +107,8 @@ def measure(kernels: _core.CpuKernels, arm: Arm, context: int, repeats: int) -> 
     plain = arm.memory.bytes[: arm.kv_bytes]
     ways = {
         "read": lambda: kernels.read_memory(plain),
-        "paged": lambda: decode_pass(kernels, paged, arm.shuffled, context),
-        "unpaged": lambda: decode_pass(kernels, unpaged, arm.in_order, context),
+        "paged": lambda: attention_pass(kernels, paged, arm.shuffled, context),
+        "unpaged": lambda: attention_pass(kernels, unpaged, arm.in_order, context),
     }
     times: dict[str, list[float]] = {name: [] for name in ways}
     for repeat in range(repeats + 1):
@@ -113,14 +120,26 @@ def measure(kernels: _core.CpuKernels, arm: Arm, context: int, repeats: int) -> 
     return {name: arm.kv_bytes / statistics.median(t) / 1e9 for name, t in times.items()}
 
 
+def chunk_operations_per_second(
+    kernels: _core.CpuKernels, arm: Arm, context: int, tokens: int, repeats: int
+) -> float:
+    """Median over passes of one sequence's last `tokens` tokens."""
+    table = arm.shuffled[:1]
+    seconds = machine.median_seconds(
+        lambda: attention_pass(kernels, arm.memory.view(), table, context, tokens), repeats
+    )
+    return 4 * tokens * QUERY_HEADS * HEAD_DIM * context * LAYERS / seconds
+
+
 def main() -> None:
-    """Prints the table."""
+    """Prints the tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--block-tokens", type=int, nargs="+", default=[16, 32, 64])
     parser.add_argument("--kv-format", default="bf16", choices=_core.KV_FORMATS)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--instruction-set", default="auto")
+    parser.add_argument("--chunks", type=int, nargs="*", default=[1, 8, 64])
     parser.add_argument("--repeats", type=int, default=7)
     options = parser.parse_args()
     kernels = _core.CpuKernels(options.threads, options.instruction_set)
@@ -132,6 +151,7 @@ def main() -> None:
         f"{sequences} sequences of {options.context} tokens in {options.kv_format}: "
         f"{sequences * one * options.context / 1e9:.2f} GB of keys and values\n"
     )
+    chunks: list[str] = []
     print("block tokens   read GB/s   paged GB/s  of read   unpaged GB/s   price of paging   state")
     for block_tokens in options.block_tokens:
         arm = Arm.make(block_tokens, sequences, options.context, options.kv_format)
@@ -141,7 +161,13 @@ def main() -> None:
             f"{speed['paged'] / speed['read']:6.1%}   {speed['unpaged']:12.1f}   "
             f"{speed['unpaged'] / speed['paged'] - 1:15.1%}   {machine.state(kernels)}"
         )
+        for tokens in options.chunks:
+            speed_of_chunk = chunk_operations_per_second(
+                kernels, arm, options.context, tokens, options.repeats
+            )
+            chunks.append(f"{block_tokens:12}   {tokens:6}   {speed_of_chunk / 1e9:7.1f}")
         del arm
+    print("\nblock tokens   tokens   GFLOP/s", *chunks, sep="\n")
 
 
 if __name__ == "__main__":

@@ -8,9 +8,9 @@
 //   - a score is two chains of multiply-adds, over even and over odd dimensions, then their sum;
 //   - the running maximum is that of whole tiles; when it grows, sums are scaled down;
 //   - values are added key by key.
-// Up to kRowsMax rows go through a tile together, so each K and V load serves all of them: that
-// is how the query heads of a group share their kv head. Bytes moved per key: those of its K and
-// V, once per group of rows.
+// Up to kRowsMax rows go through a tile together, so each K and V load serves all of them: that is
+// how the query heads of a group, and the tokens of a chunk, share their kv head. Bytes moved per
+// key: those of its K and V, once per group of rows.
 //
 // Blocks lie anywhere in memory, so the hardware's prefetching ends with every region. While a tile
 // is computed, the same tile of a later region is fetched, a cache line at a time between the
@@ -91,6 +91,41 @@ struct Rows {
   float* weighted;  // [rows][head_dim]
 };
 
+// Which of the tile's dimensions a chain of multiply-adds takes.
+enum class Dimensions { kEven, kOdd, kBoth };
+
+// sum[r] += q[r] . K over even or odd dimensions, or even_sum and odd_sum over theirs.
+template <class Element, int kRows, bool kWhole, Dimensions kWhich>
+KVL_INLINE void add_products(const Tile& tile, const float* queries, int head_dim,
+                             F32 (&even_sum)[kRows], F32 (&odd_sum)[kRows]) {
+  const int pairs = head_dim / 2;
+  const int64_t pair_bytes = int64_t{tile.stride} * 2 * static_cast<int64_t>(sizeof(Element));
+  for (int pair = 0; pair < pairs; ++pair) {
+    if (kWhich != Dimensions::kOdd) {
+      prefetch(tile.next_keys + pair * pair_bytes);
+      if (sizeof(Element) == 4) {
+        prefetch(tile.next_keys + pair * pair_bytes + kCacheLine);
+      }
+    }
+    const Keys<Element> keys = Keys<Element>::at(tile, pair);
+    const float* q = queries + int64_t{2} * pair;
+    if (kWhich != Dimensions::kOdd) {
+      const F32 even = Keys<Element>::template even<kWhole>(keys, tile);
+      for (int r = 0; r < kRows; ++r) {
+        even_sum[r] = fma(splat(q[int64_t{r} * head_dim]), even, even_sum[r]);
+      }
+    }
+    if (kWhich != Dimensions::kEven) {
+      const F32 odd = Keys<Element>::template odd<kWhole>(keys, tile);
+      for (int r = 0; r < kRows; ++r) {
+        odd_sum[r] = fma(splat(q[int64_t{r} * head_dim + 1]), odd, odd_sum[r]);
+      }
+    }
+  }
+}
+
+// Both chains at once hide each other's latency where rows are few; many rows hide it themselves,
+// and one chain after the other leaves their sums in registers.
 template <class Element, int kRows, bool kWhole>
 KVL_INLINE void scores(const Tile& tile, const float* queries, int head_dim, F32 (&score)[kRows]) {
   F32 even_sum[kRows];
@@ -99,23 +134,14 @@ KVL_INLINE void scores(const Tile& tile, const float* queries, int head_dim, F32
     even_sum[r] = zero();
     odd_sum[r] = zero();
   }
-  const int pairs = head_dim / 2;
-  const int64_t pair_bytes = int64_t{tile.stride} * 2 * static_cast<int64_t>(sizeof(Element));
-  for (int pair = 0; pair < pairs; ++pair) {
-    prefetch(tile.next_keys + pair * pair_bytes);
-    if (sizeof(Element) == 4) {
-      prefetch(tile.next_keys + pair * pair_bytes + kCacheLine);
-    }
-    const Keys<Element> keys = Keys<Element>::at(tile, pair);
-    const float* q = queries + int64_t{2} * pair;
-    const F32 even = Keys<Element>::template even<kWhole>(keys, tile);
-    for (int r = 0; r < kRows; ++r) {
-      even_sum[r] = fma(splat(q[int64_t{r} * head_dim]), even, even_sum[r]);
-    }
-    const F32 odd = Keys<Element>::template odd<kWhole>(keys, tile);
-    for (int r = 0; r < kRows; ++r) {
-      odd_sum[r] = fma(splat(q[int64_t{r} * head_dim + 1]), odd, odd_sum[r]);
-    }
+  if (2 * kRows <= kSumsMax) {
+    add_products<Element, kRows, kWhole, Dimensions::kBoth>(tile, queries, head_dim, even_sum,
+                                                            odd_sum);
+  } else {
+    add_products<Element, kRows, kWhole, Dimensions::kEven>(tile, queries, head_dim, even_sum,
+                                                            odd_sum);
+    add_products<Element, kRows, kWhole, Dimensions::kOdd>(tile, queries, head_dim, even_sum,
+                                                           odd_sum);
   }
   for (int r = 0; r < kRows; ++r) {
     score[r] = add(even_sum[r], odd_sum[r]);
@@ -187,7 +213,7 @@ void attend_tile(const Tile& tile, const Rows& rows, int head_dim) {
                         rows.weighted + int64_t{r} * head_dim, weights[r]);
   }
   const int count = kWhole ? kTile : tile.count;
-  constexpr int kVectors = 2 * kRows <= kRowsMax ? 4 : 2;
+  constexpr int kVectors = 4 * kRows <= kSumsMax ? 4 : 2 * kRows <= kSumsMax ? 2 : 1;
   const Element* values = reinterpret_cast<const Element*>(tile.values);
   const Element* next = reinterpret_cast<const Element*>(tile.next_values);
   int d = 0;
@@ -254,10 +280,12 @@ void attend_rows(const AttentionItem& item, int32_t head, Tile tile, int64_t key
   for (int32_t first = 0; first < item.rows;) {
     const int64_t limit = smaller(item.limits[first], end);
     int32_t last = first + 1;
-    while (last < item.rows && last - first < kRowsMax &&
-           smaller(item.limits[last], end) == limit) {
+    while (last < item.rows && smaller(item.limits[last], end) == limit) {
       ++last;
     }
+    // Groups of equal size: a last one of one row would load every key for itself.
+    const int32_t groups = (last - first + kRowsMax - 1) / kRowsMax;
+    last = first + (last - first + groups - 1) / groups;
     if (limit > key) {
       tile.count = static_cast<int>(limit - key);
       const int32_t row = first_of_head + first;

@@ -6,7 +6,12 @@
 
 namespace kvledger::cpu::KVL_ISA {
 
+#if defined(KVL_FEW_INSTANCES)
 constexpr int kRowsMax = 4;
+#else
+constexpr int kRowsMax = 6;
+#endif
+constexpr int kSumsMax = 6;
 constexpr int kWeightVectors = 1;
 constexpr bool kFewRegisters = true;
 

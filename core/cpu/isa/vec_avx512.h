@@ -6,13 +6,14 @@
 
 namespace kvledger::cpu::KVL_ISA {
 
-// Query rows whose partial results a kernel keeps in registers at once, and vectors of weights.
-// Each number of rows up to it is an instance of the kernels' templates.
+// Rows whose partial results a kernel keeps in registers at once (each number of them up to it is
+// an instance of the kernels' templates), how many F32 hold such results, and vectors of weights.
 #if defined(KVL_FEW_INSTANCES)
 constexpr int kRowsMax = 4;
 #else
 constexpr int kRowsMax = 12;
 #endif
+constexpr int kSumsMax = 24;
 constexpr int kWeightVectors = 2;
 constexpr bool kFewRegisters = false;
 

@@ -5,6 +5,7 @@
 namespace kvledger::cpu::KVL_ISA {
 
 constexpr int kRowsMax = 4;
+constexpr int kSumsMax = 8;
 constexpr int kWeightVectors = 1;
 constexpr bool kFewRegisters = false;
 
