@@ -167,7 +167,8 @@ TEST_CASE("a file cut anywhere is refused") {
   }
 }
 
-// If this failed, one number in a file could crash the server or take all of its memory (B105).
+// If this failed, one number in a file could crash the server or take all of its memory (B105,
+// B110).
 TEST_CASE("numbers chosen to wrap are refused at no cost") {
   const auto start = std::chrono::steady_clock::now();
   rusage before{};

@@ -95,7 +95,7 @@ def test_company_does_not_matter(
     ],
 )
 def test_chunks_do_not_matter(budget: int, weights: str, tokens: int) -> None:
-    """A prompt cut into chunks must give what the whole prompt gives."""
+    """A prompt cut into chunks must give what the whole prompt gives (B25)."""
     arguments = ("--weights", weights, "--kv-format", "f32", "--kv-blocks", "600")
     with Harness(*arguments, "--token-budget", str(budget), tokens=tokens) as harness:
         all_at_once(harness)

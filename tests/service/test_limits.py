@@ -301,7 +301,7 @@ def test_a_token_has_one_bias() -> None:
 
 
 def test_ids_of_options_lie_in_the_vocabulary() -> None:
-    """An id beyond it would change a neighbour's logits, or end the step of all."""
+    """An id beyond it would change a neighbour's logits, or end the step of all (B66, B76)."""
     check_generate(biased((VOCABULARY - 1, 1.0)), VOCABULARY)
     check_generate(stop(token_ids=[VOCABULARY - 1]), VOCABULARY)
     for wrong in (VOCABULARY, 2**31, 2**32 - 1):
@@ -313,7 +313,7 @@ def test_ids_of_options_lie_in_the_vocabulary() -> None:
 
 
 def test_the_least_number_of_tokens_is_not_above_the_most() -> None:
-    """Of two promises that cannot both be kept one would be broken without a word."""
+    """Of two promises that cannot both be kept one would be broken without a word (B75)."""
     check_generate(stop(min_tokens=7, max_tokens=7), VOCABULARY)
     check_generate(stop(min_tokens=7), VOCABULARY)
     assert violations(stop(min_tokens=8, max_tokens=7)) == {

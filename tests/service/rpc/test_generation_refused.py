@@ -74,7 +74,7 @@ async def test_what_is_wrong_is_named(
 
 
 async def test_everything_that_is_wrong_is_named_at_once(server: ServerHarness) -> None:
-    """A caller would mend one field after the other, each with a call of its own."""
+    """A caller would mend one field after the other, each with a call of its own (B47)."""
     refusal = await server.refusal(
         max_tokens=0, priority=99, sampling={"top_p": 7.0, "temperature": -1.0}, stop=("",)
     )
