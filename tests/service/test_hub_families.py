@@ -70,8 +70,8 @@ def with_chunks(folder: Path, chunk: int, *arguments: str) -> Any:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_logits_equal_transformers(tmp_path: Path, shape: HubShape) -> None:
-    """Whoever serves a model of a family would get answers of another model; a prompt that ends with
-    its block or chunk, of one beside it (B23).
+    """Whoever serves a model of a family would get answers of another model, and a prompt that ends
+    with its block or chunk those of one beside it (B23).
     """
     reference = hub_model(shape)
     expected = all_logits(reference, PROMPT)
