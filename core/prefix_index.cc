@@ -72,7 +72,8 @@ PrefixIndex::Hashes PrefixIndex::hash(PrefixNode parent, ScopeId scope,
     hash = mix(hash ^ static_cast<std::uint32_t>(tokens[i]), kTokenFactor ^ settings_.seed);
   }
   const std::uint64_t before = parent == root() ? 0 : blocks_[parent.slot].path;
-  return Hashes{mix(hash ^ parent.serial, kScopeFactor), mix(hash ^ before, kPathFactor)};
+  return Hashes{mix(hash ^ parent.serial, kScopeFactor) & settings_.hash_mask,
+                mix(hash ^ before, kPathFactor) & settings_.hash_mask};
 }
 
 CacheSlot& PrefixIndex::bucket(std::uint64_t key) noexcept {

@@ -46,6 +46,8 @@ struct PrefixIndexSettings {
   std::int64_t block_tokens = 0;
   // Makes where nodes lie in tables unpredictable to who sends tokens.
   std::uint64_t seed = 0;
+  // Bits of hashes that are used. Tests take bits away, to see that nothing rests on them.
+  std::uint64_t hash_mask = ~std::uint64_t{0};
 };
 
 // A node, for ever: the serial number is never used again.
