@@ -96,6 +96,7 @@ class Admission:
         self._engine = engine
         self._context_tokens = context_tokens
         self._queued_max = queued_max
+        self._leaving_max = queued_max + places
         self._mailboxes = mailboxes
         self._next_sequence = 1
         self._entries: dict[int, _Entry] = {}
@@ -145,9 +146,7 @@ class Admission:
             raise ServerDraining()
         tokens_max = self._engine.sequence_tokens_max
         check_prompt_fits(len(prompt), tokens_max, self._context_tokens)
-        # Whom the next step admits does not queue.
-        if self.streams.waiting_count >= self._queued_max + self.streams.free_places:
-            raise QueueFull(self.streams.waiting_count, self.retry_after)
+        self._check_queue()
         # What exceeds the room ends with CONTEXT instead of LENGTH: ask for one token too many.
         room = tokens_max - len(prompt)
         sequence = self._next_sequence
@@ -174,6 +173,24 @@ class Admission:
             )
         )
         return Ticket(entry.request_id, sequence, mailbox, len(prompt))
+
+    def _check_queue(self) -> None:
+        waiting, leaving = self.streams.waiting_count, self.streams.leaving_count
+        # Whom the next step admits does not queue.
+        if waiting >= self._queued_max + self.streams.free_places:
+            raise QueueFull(waiting, self.retry_after)
+        # Who leaves the queue has memory until the step that runs ends.
+        if leaving >= self._leaving_max:
+            raise QueueFull(waiting + leaving, self.retry_after)
+
+    def end(self, ticket: Ticket, reason: EndReason) -> None:
+        """Ends a request before its time; its place in the queue is free at once.
+
+        One that has ended already is left alone.
+        """
+        for sequence in ticket.sequences:
+            self._engine.end(sequence, reason)
+        self.streams.leave(ticket.sequence)
 
     @property
     def retry_after(self) -> float:

@@ -212,8 +212,7 @@ class _Stream:
             self._end_all(EndReason.CANCELLED)
 
     def _end_all(self, reason: EndReason) -> None:
-        for sequence in self._ticket.sequences:
-            self._engine.end(sequence, reason)
+        self._admission.end(self._ticket, reason)
 
     async def settle(self) -> Metadata:
         """Ends a request that failed: the receipt as trailing metadata, if there is one."""
