@@ -18,6 +18,7 @@ import structlog
 from kvledger.engine import EndReason, Engine, Job
 from kvledger.errors import QueueFull, ServerDraining
 from kvledger.limits import check_prompt_fits
+from kvledger.logit_changes import Constraint
 from kvledger.sampling import SamplingParameters
 from kvledger.streams import Mailbox, MailboxLimits, Receipt, Streams
 
@@ -48,6 +49,7 @@ class Ticket:
     sequence: int
     mailbox: Mailbox
     prompt_tokens: int
+    constraint: Constraint | None = None
 
     @property
     def sequences(self) -> range:
@@ -60,6 +62,7 @@ class _Entry:
     request_id: str
     tenant: str
     samples: int
+    constraint: Constraint | None
 
 
 class _EngineFlow:
@@ -151,7 +154,8 @@ class Admission:
         room = tokens_max - len(prompt)
         sequence = self._next_sequence
         self._next_sequence += samples
-        entry = _Entry(secrets.token_hex(16), caller.name, samples)
+        constraint = sampling.changes.constraint
+        entry = _Entry(secrets.token_hex(16), caller.name, samples, constraint)
         if not self._entries:
             # Nothing could finish while nothing ran: that is no sign of a slow queue.
             self._last_finish = time.monotonic()
@@ -172,7 +176,7 @@ class Admission:
                 prompt_logprobs=prompt_logprobs,
             )
         )
-        return Ticket(entry.request_id, sequence, mailbox, len(prompt))
+        return Ticket(entry.request_id, sequence, mailbox, len(prompt), constraint)
 
     def _check_queue(self) -> None:
         waiting, leaving = self.streams.waiting_count, self.streams.leaving_count
@@ -205,12 +209,17 @@ class Admission:
         if receipt is None:
             _log.error("request_without_receipt", request_id=entry.request_id)
             return
-        write = _log.warning if receipt.end_reason == EndReason.FAILED else _log.info
+        reason, write = receipt.end_reason.name.lower(), _log.info
+        if receipt.end_reason == EndReason.FAILED:
+            if entry.constraint is not None and entry.constraint.broken is not None:
+                reason = "constraint"
+            else:
+                write = _log.warning
         write(
             "request_finished",
             request_id=entry.request_id,
             tenant=entry.tenant,
-            reason=receipt.end_reason.name.lower(),
+            reason=reason,
             samples=entry.samples,
             prompt_tokens=receipt.prompt_tokens,
             output_tokens=receipt.output_tokens,

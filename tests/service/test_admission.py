@@ -208,12 +208,12 @@ def test_who_gives_up_waiting_leaves_at_once(door: Admission, engine: FakeEngine
 
 def test_who_comes_and_goes_fills_no_memory(door: Admission, engine: FakeEngine) -> None:
     """A client that cancels at once could pile up prompts without end while a step runs."""
-    gone = []
+    gone = [enter(door) for _ in range(2)]
+    for ticket in gone:
+        door.end(ticket, EndReason.CANCELLED)
     with pytest.raises(QueueFull):
-        for _ in range(10):
-            gone.append(enter(door))
-            door.end(gone[-1], EndReason.CANCELLED)
-    assert len(engine.jobs) == len(gone) == 2
+        enter(door)
+    assert len(engine.jobs) == 2
     admit(door, gone[0])  # the step had taken it in when it was told to end
     finish(door, gone[1], EndReason.CANCELLED)
     assert door.streams.leaving_count == 0

@@ -328,7 +328,7 @@ class _Stream:
             raise RequestFailed(self._ticket.request_id)
         reasons = [sample.reason(self._receipt) for sample in self._samples]
         if EndReason.FAILED in (*reasons, self._receipt.end_reason):
-            raise RequestFailed(self._ticket.request_id)
+            raise self._failure()
         if EndReason.CANCELLED in reasons and self._ticket.mailbox.gave_up:
             raise ReaderStalled(self._admission.stall_seconds)
         if EndReason.CANCELLED in reasons:
@@ -344,6 +344,12 @@ class _Stream:
                 receipt=self._receipt_message(),
             )
         )
+
+    def _failure(self) -> Exception:
+        constraint = self._ticket.constraint
+        if constraint is not None and constraint.broken is not None:
+            return constraint.broken
+        return RequestFailed(self._ticket.request_id)
 
     def _receipt_message(self) -> generation_pb2.Receipt:
         assert self._receipt is not None
