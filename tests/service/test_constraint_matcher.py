@@ -14,7 +14,8 @@ from llguidance import LLParserLimits
 from scripted_model import END_OF_TEXT, VOCABULARY
 
 from kvledger.constraints.matcher import ConstraintBroken, ConstraintState, compile_constraint
-from kvledger.constraints.source import ConstraintRefused, ConstraintSource
+from kvledger.constraints.refusal import ConstraintRefused
+from kvledger.constraints.source import ConstraintSource
 from kvledger.errors import ConstraintDeadEnd, ConstraintTooCostly
 
 # Characters of one to four bytes, so that tokens end inside some.
@@ -253,16 +254,20 @@ CANARY = "canary4711"
         (ConstraintSource("json_schema", "{" + CANARY), "is not JSON"),
         (ConstraintSource("json_schema", '{"const": NaN}'), "is not JSON"),
         (ConstraintSource("json_schema", '{"const": 1e999}'), "is not JSON"),
-        (ConstraintSource("json_schema", "[" * 100_000), "is not JSON"),
+        (ConstraintSource("json_schema", "[" * 100_000), "arrays more than 64 levels deep"),
         (ConstraintSource("json_schema", f'["{CANARY}"]'), "is JSON and no schema"),
         (schema(False), "is the schema false, which nothing matches"),
         (schema({"type": CANARY}), "is not a JSON schema"),
         (schema({"x-guidance": {"lenient": True}}), "sets x-guidance"),
-        (schema({"not": {"const": CANARY}}), "uses not in a way that is not supported"),
+        (schema({"not": {"const": CANARY}}), "not supported in the schema itself: not"),
         (
             schema({"properties": {CANARY: {"contains": {}, "uniqueItems": True}}}),
-            "uses contains, uniqueItems in a way that is not supported",
+            "uses what is not supported in properties[0]: contains, uniqueItems",
         ),
+        (schema({"maxItmes": 3, "type": "array"}), "the schema itself, counted from 0, number 0;"),
+        (schema({"oneOf": [{"type": "string"}, {"const": CANARY}]}), "more than one branch may"),
+        (schema({"properties": {"limit": {"type": "too large"}}}), "is not a JSON schema"),
+        (schema({"format": "too large"}), "uses a format that is not supported"),
         (schema({"$ref": f"https://{CANARY}.example/"}), "a reference that is not supported"),
         (schema({"$ref": f"#/$defs/{CANARY}"}), "a reference that is not supported"),
         (schema({"$ref": "#"}), "leaves no token that an answer could begin with"),

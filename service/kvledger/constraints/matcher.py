@@ -14,12 +14,8 @@ import llguidance
 import numpy as np
 import numpy.typing as npt
 
-from kvledger.constraints.source import (
-    ConstraintRefused,
-    ConstraintSource,
-    lark_of,
-    unsupported_keywords,
-)
+from kvledger.constraints.refusal import ConstraintRefused
+from kvledger.constraints.source import ConstraintSource, lark_of
 from kvledger.errors import ConstraintDeadEnd, ConstraintTooCostly, InvalidRequest
 
 # What one grammar may cost, counted by llguidance in numbers that depend on the grammar and the
@@ -139,11 +135,17 @@ def compile_constraint(tokenizer: llguidance.LLTokenizer, source: ConstraintSour
     return Constraint(matcher, source.field)
 
 
+# Where an error goes on with what the client wrote: the grammar, line by line, or a value.
+_QUOTES = re.compile(r"\n\s*1 \| %llguidance |(?:Invalid type|Unknown format): |segment '|, got ")
+
 _TOO_COMPLEX = "is too complex; make it smaller, or bound fewer things in it"
 
 
 def _sentence(source: ConstraintSource, error: str) -> str:
     """What to change, from an error of llguidance; it quotes the client, this does not."""
+    if "JSON schema: Unknown format: " in error:
+        return "uses a format that is not supported"
+    error = _QUOTES.split(error, maxsplit=1)[0]
     if re.search(r"fuel|too (?:big|large|many|complex)|[Ll]imit|exceed", error):
         return _TOO_COMPLEX
     if source.kind == "regex":
@@ -157,6 +159,6 @@ def _sentence(source: ConstraintSource, error: str) -> str:
         return f"is not a grammar in llguidance's variant of Lark{where}"
     if "Unsatisfiable" in error:
         return "is a schema that nothing matches"
-    if found := unsupported_keywords(source):
-        return f"uses {', '.join(found)} in a way that is not supported"
-    return "is not a JSON schema, or uses a format or a reference that is not supported"
+    if "oneOf constraints are not supported" in error:
+        return "uses oneOf in a way that is not supported: more than one branch may match"
+    return "is not a JSON schema, or uses a reference that is not supported"

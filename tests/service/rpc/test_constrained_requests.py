@@ -149,7 +149,17 @@ async def test_a_stop_sequence_cuts_it(server: ServerHarness) -> None:
         (
             pb.Constraint(json_schema=json.dumps({"not": {"const": CANARY}})),
             "constraint.json_schema",
-            "uses not in a way that is not supported",
+            "uses what is not supported in the schema itself: not",
+        ),
+        (
+            pb.Constraint(json_schema=json.dumps({"properties": {CANARY: {CANARY: 3}}})),
+            "constraint.json_schema",
+            "none of JSON Schema's: of the keys of properties[0], counted from 0, number 0",
+        ),
+        (
+            pb.Constraint(json_schema='{"items":' * 3000 + "{}" + "}" * 3000),
+            "constraint.json_schema",
+            "nests objects and arrays more than 64 levels deep",
         ),
         (pb.Constraint(regex=f"({CANARY}"), "constraint.regex", "is not a regular expression"),
         (
