@@ -22,7 +22,7 @@ serve:
 test:
 	@tools/setup.sh test
 	@$(BIN)/kvledger models fetch
-	@tools/core_tests.sh build/tests
+	@tools/core_tests.sh build/package
 	@$(BIN)/python -m pytest $(ARGS)
 
 check:

@@ -252,11 +252,15 @@ Scheduler::Candidate Scheduler::candidate(Sequence& waiting) noexcept {
 }
 
 // Prompt tokens for which the step has time, at most `budget`. Where a step is limited, those who
-// decode wait no longer for a prompt than the limit says.
+// decode wait no longer for a prompt than the limit says. Now and then none have: a limit that is a
+// multiple of decoding alone needs to know how long that takes.
 std::int64_t Scheduler::prefill_room(std::int64_t budget) const {
   const bool limited = settings_.step_time_max > 0 || settings_.step_stretch > 0;
   if (!limited || decode_chunks_ == 0 || candidates_.empty()) {
     return budget;
+  }
+  if (step_time_.needs_decode()) {
+    return 0;
   }
   std::int64_t keys = 0;
   std::int64_t tokens = 0;

@@ -64,7 +64,7 @@ struct SchedulerSettings {
   // The same as a multiple of what decoding alone would take, in thousandths; 0 is no limit.
   std::int64_t step_stretch = 0;
   // Prompt tokens that a step takes even where they break the limit: prompts must not starve.
-  std::int64_t prefill_least = 8;
+  std::int64_t prefill_least = 4;
 };
 
 // Tokens that one sequence computes in a step.

@@ -94,9 +94,11 @@ void StepTimeModel::observe(const StepWork& work, Nanoseconds elapsed) noexcept 
   if (work.prefill_tokens == 0) {
     if (work.decode_tokens > 0) {
       decode_.add(decode, total);
+      since_decode_ = 0;
     }
     return;
   }
+  since_decode_ += work.decode_tokens > 0 ? 1 : 0;
   largest_chunk_ = std::max(largest_chunk_, work.prefill_tokens);
   const double rest = std::max(0.0, total - decode_.predict(decode));
   prefill_.add(prefill_features(work.prefill_tokens, work.prefill_keys), rest);

@@ -64,6 +64,10 @@ class StepTimeModel {
   // Learns that a step of `work` took `elapsed`.
   void observe(const StepWork& work, Nanoseconds elapsed) noexcept;
 
+  // Whether a step of decoding alone should come next: none was seen for so long, or ever, that
+  // what is known about decoding is no measure any more. Beside prompts it cannot be told apart.
+  bool needs_decode() const noexcept { return since_decode_ >= kDecodeNews; }
+
   // Expected time of the decode part alone; 0 before anything was observed.
   Nanoseconds decode_time(std::int64_t tokens, std::int64_t keys) const noexcept;
 
@@ -74,10 +78,13 @@ class StepTimeModel {
 
  private:
   static constexpr std::int64_t kFirstChunk = 32;
+  // Steps of both kinds at once after which one without prompts is worth it.
+  static constexpr std::int64_t kDecodeNews = 64;
 
   FittedTime decode_;
   FittedTime prefill_;
   std::int64_t largest_chunk_ = kFirstChunk / 2;
+  std::int64_t since_decode_ = kDecodeNews;
 };
 
 }  // namespace kvledger

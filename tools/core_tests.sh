@@ -1,5 +1,6 @@
 #!/bin/sh
-# Builds the C++ tests in the folder $1, with the sanitizers $2 if given, and runs them.
+# Builds the C++ tests in the folder $1, with the sanitizers $2 if given, and runs them. In
+# build/package the core is built already: tools/setup.sh builds the Python package there.
 set -eu
 cd "$(dirname "$0")/.."
 folder=$1

@@ -84,7 +84,9 @@ newer=$(
 if [ ! -e "$venv/.built" ] || [ -n "$newer" ] ||
    [ "$(cat "$venv/.packages-$tier" 2>/dev/null)" != "$wanted" ]; then
   say "building kvledger"
-  pip install --no-compile --no-build-isolation --editable ".$extras"
+  # In a folder whose name is known: the C++ tests are built there too, from the same objects.
+  pip install --no-compile --no-build-isolation --config-settings=build-dir=build/package \
+    --editable ".$extras"
   for each in $tiers; do
     printf '%s' "$wanted" > "$venv/.packages-$each"
   done

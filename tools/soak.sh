@@ -9,9 +9,9 @@ PATH="$root/.venv/bin:$PATH"
 say() { printf '\n%s\n' "soak: $*"; }
 
 say "simulation: 10^6 steps over 200 seeds, then 1,000 further seeds"
-tools/core_tests.sh build/tests
-build/tests/tests/simulation --seeds 200 --steps 5000
-build/tests/tests/simulation --seeds 1000 --steps 5000 --seed 1000
+tools/core_tests.sh build/package
+build/package/tests/simulation --seeds 200 --steps 5000
+build/package/tests/simulation --seeds 1000 --steps 5000 --seed 1000
 
 say "core tests and simulation under AddressSanitizer and UBSan"
 tools/core_tests.sh build/sanitized address,undefined

@@ -45,6 +45,15 @@ bool holds(const pybind11::array& array) {
   return type.num() == pybind11::dtype::num_of<T>() && type.byteorder() == '=';
 }
 
+// The values of an array that is contiguous and of this dtype; `sentence` is for any other one.
+template <class T>
+std::span<const T> span_of(const pybind11::array& array, const char* sentence) {
+  if (!holds<T>(array) || (array.flags() & pybind11::array::c_style) == 0) {
+    throw pybind11::type_error(sentence);
+  }
+  return {static_cast<const T*>(array.data()), static_cast<std::size_t>(array.size())};
+}
+
 inline void require(bool condition, const char* sentence) {
   if (!condition) {
     throw pybind11::value_error(sentence);

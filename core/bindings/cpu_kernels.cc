@@ -21,6 +21,8 @@ using cpu::InstructionSet;
 using cpu::Matrix;
 using cpu::PackedWeight;
 
+constexpr const char* kContiguousFloats = "scales and angles are contiguous float32";
+
 InstructionSet set_named(const std::string& text) {
   const std::vector<InstructionSet> supported = cpu::supported_instruction_sets();
   if (text == "auto") {
@@ -166,9 +168,8 @@ void bind_row_kernels(py::class_<CpuKernels>& kernels) {
       .def(
           "rms_norm",
           [](CpuKernels& self, std::uintptr_t x, std::int64_t rows, std::int64_t x_stride,
-             const Array<float>& weight, float epsilon, std::uintptr_t out,
-             std::int64_t out_stride) {
-            const std::span<const float> scale = as_span(weight);
+             const py::array& weight, float epsilon, std::uintptr_t out, std::int64_t out_stride) {
+            const auto scale = span_of<float>(weight, kContiguousFloats);
             const auto columns = static_cast<std::int64_t>(scale.size());
             maybe_without_gil(rows * columns, [&] {
               self.rows().rms_norm(ConstMatrix{at_address<const float>(x), rows, columns, x_stride},
@@ -180,8 +181,8 @@ void bind_row_kernels(py::class_<CpuKernels>& kernels) {
       .def(
           "head_norm",
           [](CpuKernels& self, std::uintptr_t x, std::int64_t rows, std::int64_t columns,
-             std::int64_t x_stride, const Array<float>& weight, float epsilon) {
-            const std::span<const float> scale = as_span(weight);
+             std::int64_t x_stride, const py::array& weight, float epsilon) {
+            const auto scale = span_of<float>(weight, kContiguousFloats);
             require(!scale.empty() && columns % static_cast<std::int64_t>(scale.size()) == 0,
                     "the columns are not whole heads");
             maybe_without_gil(rows * columns, [&] {
@@ -255,12 +256,13 @@ void bind_kv_kernels(py::class_<CpuKernels>& kernels) {
           },
           "Takes up a step. The view and the batch must live until the next one.")
       .def("kv_append",
-           [](CpuKernels& self, std::int32_t layer, const Array<float>& cosine,
-              const Array<float>& sine, std::uintptr_t qkv, std::int64_t stride,
-              std::int32_t heads) {
+           [](CpuKernels& self, std::int32_t layer, const py::array& cosine, const py::array& sine,
+              std::uintptr_t qkv, std::int64_t stride, std::int32_t heads) {
+             const auto cosines = span_of<float>(cosine, kContiguousFloats);
+             const auto sines = span_of<float>(sine, kContiguousFloats);
              require(cosine.ndim() == 2 && sine.ndim() == 2 && cosine.shape(0) == sine.shape(0),
                      "cosine and sine are [positions, head_dim / 2]");
-             const RotaryView rotary{cosine.data(), sine.data(), cosine.shape(0)};
+             const RotaryView rotary{cosines.data(), sines.data(), cosine.shape(0)};
              const py::gil_scoped_release release;
              self.kv().kv_append(layer, rotary, QkvView{at_address<float>(qkv), stride, heads});
            })

@@ -205,17 +205,10 @@ void require_uncommitted(const Engine& engine) {
   require(engine.has_uncommitted_step(), "there is no step to commit or abandon");
 }
 
-std::span<const std::int32_t> tokens_in(const py::array& array) {
-  if (!holds<std::int32_t>(array) || (array.flags() & py::array::c_style) == 0) {
-    throw py::type_error("tokens are contiguous int32");
-  }
-  return {static_cast<const std::int32_t*>(array.data()), static_cast<std::size_t>(array.size())};
-}
-
 Report commit_step(BoundEngine& self, std::uint64_t step, const py::array& tokens,
                    const std::optional<Array<std::int32_t>>& offsets, std::int64_t now) {
   Engine& engine = self.engine();
-  const std::span<const std::int32_t> values = tokens_in(tokens);
+  const auto values = span_of<std::int32_t>(tokens, "tokens are contiguous int32");
   require_uncommitted(engine);
   if (offsets) {
     engine.commit(StepId{step}, values, as_span(*offsets), now);
@@ -304,11 +297,11 @@ void bind_plan(py::module_& module) {
       .def_property_readonly(
           "output_positions",
           [](const Plan& p) {
-            const StepPlanView& view = p.view();
-            py::array_t<std::int32_t> result(static_cast<py::ssize_t>(view.logit_tokens.size()));
-            std::ranges::transform(view.logit_tokens, result.mutable_data(),
+            const StepPlanView& arrays = p.view();
+            py::array_t<std::int32_t> result(static_cast<py::ssize_t>(arrays.logit_tokens.size()));
+            std::ranges::transform(arrays.logit_tokens, result.mutable_data(),
                                    [&](std::int32_t token) {
-                                     return view.positions[static_cast<std::size_t>(token)] + 1;
+                                     return arrays.positions[static_cast<std::size_t>(token)] + 1;
                                    });
             return result;
           },

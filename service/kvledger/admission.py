@@ -18,6 +18,7 @@ import structlog
 from kvledger.engine import EndReason, Engine, Job
 from kvledger.errors import QueueFull, ServerDraining
 from kvledger.limits import check_prompt_fits
+from kvledger.logit_changes import Constraint
 from kvledger.sampling import SamplingParameters
 from kvledger.streams import Mailbox, MailboxLimits, Receipt, Streams
 
@@ -48,6 +49,7 @@ class Ticket:
     sequence: int
     mailbox: Mailbox
     prompt_tokens: int
+    constraint: Constraint | None = None
 
     @property
     def sequences(self) -> range:
@@ -60,6 +62,7 @@ class _Entry:
     request_id: str
     tenant: str
     samples: int
+    constraint: Constraint | None
 
 
 class _EngineFlow:
@@ -96,6 +99,7 @@ class Admission:
         self._engine = engine
         self._context_tokens = context_tokens
         self._queued_max = queued_max
+        self._leaving_max = queued_max + places
         self._mailboxes = mailboxes
         self._next_sequence = 1
         self._entries: dict[int, _Entry] = {}
@@ -145,14 +149,13 @@ class Admission:
             raise ServerDraining()
         tokens_max = self._engine.sequence_tokens_max
         check_prompt_fits(len(prompt), tokens_max, self._context_tokens)
-        # Whom the next step admits does not queue.
-        if self.streams.waiting_count >= self._queued_max + self.streams.free_places:
-            raise QueueFull(self.streams.waiting_count, self.retry_after)
+        self._check_queue()
         # What exceeds the room ends with CONTEXT instead of LENGTH: ask for one token too many.
         room = tokens_max - len(prompt)
         sequence = self._next_sequence
         self._next_sequence += samples
-        entry = _Entry(secrets.token_hex(16), caller.name, samples)
+        constraint = sampling.changes.constraint
+        entry = _Entry(secrets.token_hex(16), caller.name, samples, constraint)
         if not self._entries:
             # Nothing could finish while nothing ran: that is no sign of a slow queue.
             self._last_finish = time.monotonic()
@@ -173,7 +176,25 @@ class Admission:
                 prompt_logprobs=prompt_logprobs,
             )
         )
-        return Ticket(entry.request_id, sequence, mailbox, len(prompt))
+        return Ticket(entry.request_id, sequence, mailbox, len(prompt), constraint)
+
+    def _check_queue(self) -> None:
+        waiting, leaving = self.streams.waiting_count, self.streams.leaving_count
+        # Whom the next step admits does not queue.
+        if waiting >= self._queued_max + self.streams.free_places:
+            raise QueueFull(waiting, self.retry_after)
+        # Who leaves the queue has memory until the step that runs ends.
+        if leaving >= self._leaving_max:
+            raise QueueFull(waiting + leaving, self.retry_after)
+
+    def end(self, ticket: Ticket, reason: EndReason) -> None:
+        """Ends a request before its time; its place in the queue is free at once.
+
+        One that has ended already is left alone.
+        """
+        for sequence in ticket.sequences:
+            self._engine.end(sequence, reason)
+        self.streams.leave(ticket.sequence)
 
     @property
     def retry_after(self) -> float:
@@ -188,12 +209,17 @@ class Admission:
         if receipt is None:
             _log.error("request_without_receipt", request_id=entry.request_id)
             return
-        write = _log.warning if receipt.end_reason == EndReason.FAILED else _log.info
+        reason, write = receipt.end_reason.name.lower(), _log.info
+        if receipt.end_reason == EndReason.FAILED:
+            if entry.constraint is not None and entry.constraint.broken is not None:
+                reason = "constraint"
+            else:
+                write = _log.warning
         write(
             "request_finished",
             request_id=entry.request_id,
             tenant=entry.tenant,
-            reason=receipt.end_reason.name.lower(),
+            reason=reason,
             samples=entry.samples,
             prompt_tokens=receipt.prompt_tokens,
             output_tokens=receipt.output_tokens,

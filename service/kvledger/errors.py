@@ -46,6 +46,30 @@ class InvalidRequest(Exception):
         self.violations: Sequence[FieldViolation] = violations
 
 
+class ConstraintDeadEnd(InvalidRequest):
+    """Under the request's own constraint no token can follow what there is, and it may not end."""
+
+    def __init__(self, field: str, tokens: int) -> None:
+        """`field` is the constraint's path, `tokens` the length of the output."""
+        reason = (
+            f"leaves no token that could follow the first {tokens} of the output; change it so "
+            f"that whatever it lets begin can also end"
+        )
+        super().__init__(FieldViolation(field, reason))
+
+
+class ConstraintTooCostly(InvalidRequest):
+    """Following the request's own constraint takes more than one request may take."""
+
+    def __init__(self, field: str, tokens: int) -> None:
+        """`field` is the constraint's path, `tokens` the length of the output."""
+        reason = (
+            f"takes too much work after {tokens} tokens of the output; make it smaller, or bound "
+            f"fewer things in it"
+        )
+        super().__init__(FieldViolation(field, reason))
+
+
 class ModelUnknown(Exception):
     """The request names a model that this server does not run."""
 

@@ -8,9 +8,12 @@ nor a reader that stands still stops the server. The next line that gets through
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import logging
 import os
 import select
+import stat
 import sys
 import traceback
 from types import TracebackType
@@ -26,6 +29,9 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 # What a pipe takes without blocking once it says that it takes something, in bytes.
 _PIECE = select.PIPE_BUF
 
+# What a pipe to a collector may hold, in bytes: the most that Linux gives anybody by default.
+_PIPE_BYTES = 1024 * 1024
+
 
 def quiet_grpc() -> None:
     """Keeps the lines of gRPC's C core away: they have no format, and quote clients.
@@ -40,6 +46,7 @@ def configure(format: LogFormat = "auto", level: LogLevel = "info") -> None:
     terminal = _is_terminal(sys.stderr)
     quiet_grpc()
     console = format == "console" or (format == "auto" and terminal)
+    _widen_pipe(sys.stderr)
     lines = _Lines(sys.stderr)
     processors: list[structlog.types.Processor] = [
         structlog.contextvars.merge_contextvars,
@@ -172,6 +179,22 @@ def _descriptor(stream: TextIO | None) -> int | None:
         return None if stream is None else stream.fileno()
     except (OSError, ValueError):
         return None
+
+
+def _widen_pipe(stream: TextIO | None) -> None:
+    """Lets a pipe hold more than its usual 64 KiB, so that a collector may be late without loss.
+
+    It stays as it is where the system gives no more: this is no reason not to start.
+    """
+    descriptor = _descriptor(stream)
+    if descriptor is None or not hasattr(fcntl, "F_SETPIPE_SZ"):
+        return
+    with contextlib.suppress(OSError):
+        if (
+            stat.S_ISFIFO(os.fstat(descriptor).st_mode)
+            and fcntl.fcntl(descriptor, fcntl.F_GETPIPE_SZ) < _PIPE_BYTES
+        ):
+            fcntl.fcntl(descriptor, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
 
 
 def _written(data: bytes, descriptor: int) -> bytes:

@@ -17,6 +17,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvledger.errors import InvalidRequest
+
 _LARGEST = np.finfo(np.float32).max
 # Places for tokens of the output in a sequence that has none yet; they double.
 _FIRST_PLACES = 64
@@ -33,7 +35,11 @@ class ConstraintState(Protocol):
 
 
 class Constraint(Protocol):
-    """What a sequence must match; nothing changes it."""
+    """What a sequence must match."""
+
+    @property
+    def broken(self) -> InvalidRequest | None:
+        """Why it left a sequence no token; None while it leaves some."""
 
     def start(self) -> ConstraintState:
         """The state of a sequence that has said nothing yet."""

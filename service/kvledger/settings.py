@@ -119,7 +119,7 @@ class Settings(BaseSettings):
         "chunks that fit; default: no target, only --step-stretch",
     )
     step_stretch: float = Field(
-        2.25,
+        2.0,
         ge=0.0,
         le=1000.0,
         description="how many times longer a step with prompt tokens may take than decoding alone "

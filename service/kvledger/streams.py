@@ -232,6 +232,7 @@ class Streams:
         self._mailboxes: dict[int, Mailbox] = {}
         self._open_count = 0
         self._waiting: set[int] = set()
+        self._leaving: set[int] = set()  # they waited, and were told to end
         self._places = self._free_places = places
         self._nobody = asyncio.Event()
         self._nobody.set()
@@ -243,8 +244,13 @@ class Streams:
 
     @property
     def waiting_count(self) -> int:
-        """Requests that were never admitted yet."""
+        """Requests that were never admitted yet, and still want to be."""
         return len(self._waiting)
+
+    @property
+    def leaving_count(self) -> int:
+        """Requests that ended while they waited, until the step that runs has made room."""
+        return len(self._leaving)
 
     @property
     def free_places(self) -> int:
@@ -259,6 +265,15 @@ class Streams:
         self._waiting.add(sequence)
         self._nobody.clear()
         return mailbox
+
+    def leave(self, first: int) -> None:
+        """Counts a request that was told to end no longer among those that wait.
+
+        The next plan ends it before it admits anybody, so it takes nobody's turn.
+        """
+        if first in self._waiting:
+            self._waiting.discard(first)
+            self._leaving.add(first)
 
     async def wait_until_empty(self) -> None:
         """Waits until every request has its receipt."""
@@ -275,6 +290,7 @@ class Streams:
             if not again:
                 mailbox = self._mailboxes[sequence]
                 self._waiting.discard(mailbox.sequences.start)
+                self._leaving.discard(mailbox.sequences.start)
                 mailbox.admit(queued)
         for sequence, logprobs in outcome.prompts.items():
             self._mailboxes[sequence].add_prompt(logprobs)
@@ -314,6 +330,7 @@ class Streams:
     def _remove(self, first: int) -> Mailbox:
         """Forgets a request."""
         self._waiting.discard(first)
+        self._leaving.discard(first)
         self._open_count -= 1
         mailbox = self._mailboxes[first]
         for sequence in mailbox.sequences:

@@ -434,6 +434,29 @@ TEST_CASE("a step is kept short while somebody decodes, and long when nobody doe
   CHECK(run_step() == 512);
 }
 
+TEST_CASE("a server that always has prompts finds out how much of them its steps can take") {
+  // If this fails, a server that starts under load takes prompts a few tokens at a time for as long as
+  // the load lasts.
+  EngineSettings settings = engine_of(2000, 16, 512, 8);
+  settings.scheduler.step_stretch = 3000;
+  EngineDriver driver(settings);
+  driver.accept(1, 4, 2000);
+  driver.accept(2, 20000, 1);
+  std::int64_t prompt = 0;
+  std::int64_t without = 0;
+  for (int i = 0; i < 400; ++i) {
+    const StepPlanView& view = driver.plan();
+    REQUIRE(view.header.decode_tokens == (i == 0 ? 0 : 1));
+    prompt = view.header.tokens - view.header.decode_tokens;
+    without += prompt == 0 ? 1 : 0;
+    driver.now += (10 + view.header.decode_tokens + prompt) * 1'000'000;
+    driver.commit_one_each(view);
+  }
+  CHECK(prompt >= 20);  // decoding takes 11 ms: 22 are left of three times that
+  CHECK(prompt <= 24);
+  CHECK(without == 7);  // the second step, and one after each 64
+}
+
 TEST_CASE("prompts go on even where decoding alone breaks the target") {
   // If this fails, a target that was set too low starves every prompt.
   EngineSettings settings = engine_of(2000, 16, 512, 8);

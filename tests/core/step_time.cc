@@ -68,6 +68,25 @@ TEST_CASE("the time of decoding is learnt") {
   }
 }
 
+TEST_CASE("decoding alone is asked for before it is known, and again when that was long ago") {
+  // If this fails, a server that is never without prompts takes them a few tokens at a time, for it
+  // never learns what it may compare with; or limits its steps by what was true an hour ago.
+  StepTimeModel model;
+  const Machine machine;
+  CHECK(model.needs_decode());
+  const StepWork both = with_prompt(decoding(4, 100), 0, 16);
+  model.observe(with_prompt(StepWork{}, 0, 16), machine.time(both));
+  model.observe(both, machine.time(both));
+  CHECK(model.needs_decode());
+  model.observe(decoding(4, 100), machine.time(decoding(4, 100)));
+  for (int i = 0; i < 64; ++i) {
+    CHECK_FALSE(model.needs_decode());
+    model.observe(with_prompt(StepWork{}, 0, 16), machine.time(both));  // says nothing about it
+    model.observe(both, machine.time(both));
+  }
+  CHECK(model.needs_decode());
+}
+
 TEST_CASE("the chosen chunk fills the room and does not break it") {
   // If this fails, streams stutter behind prompts, or prompts wait although there is time.
   StepTimeModel model;

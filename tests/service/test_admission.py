@@ -191,6 +191,48 @@ def test_who_gave_up_waiting_frees_their_place(door: Admission) -> None:
     enter(door)
 
 
+def test_who_gives_up_waiting_leaves_at_once(door: Admission, engine: FakeEngine) -> None:
+    """Others would be refused for as long as a step takes, for nobody's sake."""
+    tickets = [enter(door), enter(door)]
+    door.end(tickets[0], EndReason.CANCELLED)
+    assert engine.ends == [(tickets[0].sequence, EndReason.CANCELLED)]
+    assert (door.streams.waiting_count, door.streams.open_count) == (1, 2)
+    enter(door)
+    with pytest.raises(QueueFull) as refused:
+        enter(door)
+    assert refused.value.queued == 2
+    finish(door, tickets[0], EndReason.CANCELLED)
+    with pytest.raises(QueueFull):
+        enter(door)  # its receipt makes no second place
+
+
+def test_who_comes_and_goes_fills_no_memory(door: Admission, engine: FakeEngine) -> None:
+    """A client that cancels at once could pile up prompts without end while a step runs."""
+    gone = [enter(door) for _ in range(2)]
+    for ticket in gone:
+        door.end(ticket, EndReason.CANCELLED)
+    with pytest.raises(QueueFull):
+        enter(door)
+    assert len(engine.jobs) == 2
+    admit(door, gone[0])  # the step had taken it in when it was told to end
+    finish(door, gone[1], EndReason.CANCELLED)
+    assert door.streams.leaving_count == 0
+    enter(door)
+    enter(door)
+
+
+def test_who_runs_or_has_ended_leaves_no_queue(door: Admission) -> None:
+    """A request would be counted as leaving for ever, and the queue seem full."""
+    for _ in range(10):
+        ticket = enter(door)
+        admit(door, ticket)
+        door.end(ticket, EndReason.CANCELLED)
+        finish(door, ticket, EndReason.CANCELLED)
+        door.end(ticket, EndReason.CANCELLED)
+    assert door.streams.leaving_count == 0
+    enter(door)
+
+
 def test_a_request_that_can_never_fit_is_told_so_even_if_the_queue_is_full(
     door: Admission,
 ) -> None:

@@ -10,12 +10,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from constrained import PERSON, ready, regex, require_person, schema
+from constrained import PERSON, lark, ready, regex, require_person, schema
 from engine_harness import Harness
 from scripted_model import END_OF_TEXT, expected
+from structlog.testing import CapturingLogger
 
-from kvledger import _core
+from kvledger import _core, sampling
 from kvledger.engine import EndReason, StepOutcome
+from kvledger.errors import ConstraintDeadEnd
 from kvledger.logit_changes import ChangeOptions, Constraint, ConstraintState
 from kvledger.logprobs import TokenLogprobs
 from kvledger.sampling import SamplingParameters
@@ -112,6 +114,8 @@ def test_tokens_are_the_same_alone_in_company_and_after_preemption() -> None:
 class Breaking:
     """A constraint whose states raise in a step of theirs, or leave nothing."""
 
+    broken = None
+
     def __init__(self, how: str, after: int) -> None:
         self.how = how
         self.after = after
@@ -158,6 +162,30 @@ def test_a_broken_constraint_ends_its_request_alone(harness: Harness, how: str) 
         harness.receipt(sequence)
         assert harness.tokens[sequence] == earlier
     assert harness.engine.alive
+    harness.require_all_free()
+
+
+def test_what_leads_nowhere_ends_its_request_without_a_fault(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client's own grammar would be told as the server's error, and its neighbours' step be done
+    again, row by row."""
+    faults = CapturingLogger()
+    monkeypatch.setattr(sampling, "_log", faults)
+    harness.model.after_step = flatten
+    nowhere = ready(lark('start: "aaa" B\nB: /b.{3}/ & /c.{3}/\n'))
+    hot = SamplingParameters(temperature=1.0, seed=3)
+    harness.submit(1, "abc", max_tokens=40, sampling=hot)
+    harness.submit(2, "x", max_tokens=300, sampling=under(nowhere, 1))
+    harness.submit(3, "x", max_tokens=300, sampling=under(ready(schema(PERSON)), 5))
+    harness.engine.start()
+    assert harness.reason(2) == EndReason.FAILED
+    assert bytes(harness.tokens[2]) == b"aaa"
+    assert isinstance(nowhere.broken, ConstraintDeadEnd)
+    assert harness.reason(1) == EndReason.LENGTH
+    assert harness.reason(3) == EndReason.STOP
+    require_person(text_of(harness.tokens[3]))
+    assert faults.calls == []
     harness.require_all_free()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import json
 import os
@@ -11,13 +12,14 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
 from constrained import PERSON, allowed, lark, regex, schema
 from scripted_model import VOCABULARY
-from server_harness import tiny
+from server_harness import tiny, until
 
 from kvledger.constraints import compiler as module
 from kvledger.constraints.compiler import ConstraintCompiler, Verdicts
@@ -195,6 +197,55 @@ async def test_a_process_that_dies_is_replaced(compiler: ConstraintCompiler) -> 
     await asyncio.sleep(0.05)
     os.kill(worker._process.pid, signal.SIGKILL)
     assert await task == ""
+    assert await reason(compiler, regex("b+")) == ""
+
+
+async def test_a_process_that_dies_while_idle_is_no_zombie(compiler: ConstraintCompiler) -> None:
+    """It would keep its number, and look like a fault to whoever watches the processes."""
+    await compiler.compile(regex("warm"), 0, "a")
+    (worker,) = [each for each in compiler._workers if each._process is not None]
+    assert worker._process is not None
+    assert worker._watched is not None
+    os.kill(worker._process.pid, signal.SIGKILL)
+    await until(lambda: not os.path.exists(f"/proc/{worker._process.pid}"))
+    assert worker._watched is None
+    assert worker._process.returncode == -signal.SIGKILL
+    assert await reason(compiler, regex("b+")) == ""
+
+
+def watches() -> int:
+    """File descriptors of this process that tell of another one's end."""
+    count = 0
+    for each in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # closed in the meantime
+            count += "pidfd" in os.readlink(each)
+    return count
+
+
+async def test_a_watch_on_a_process_ends_with_it(compiler: ConstraintCompiler) -> None:
+    """Each process that is replaced would leave a file descriptor behind."""
+    before = watches()
+    for worker in compiler._workers:
+        for _ in range(2):
+            assert (await worker.judge(compiler._vocabulary, regex("a"))).refused is None
+            assert watches() == before + 1
+            await worker.stop()
+            assert watches() == before
+
+
+async def test_a_system_without_such_a_watch_does_without(
+    compiler: ConstraintCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An old kernel, or a sandbox, would keep a server from following constraints."""
+
+    def refused(pid: int) -> int:
+        raise PermissionError(pid)
+
+    monkeypatch.setattr(os, "pidfd_open", refused)
+    assert await reason(compiler, regex("a+")) == ""
+    (worker,) = [each for each in compiler._workers if each._process is not None]
+    assert worker._process is not None
+    os.kill(worker._process.pid, signal.SIGKILL)
     assert await reason(compiler, regex("b+")) == ""
 
 

@@ -14,7 +14,9 @@ from llguidance import LLParserLimits
 from scripted_model import END_OF_TEXT, VOCABULARY
 
 from kvledger.constraints.matcher import ConstraintBroken, ConstraintState, compile_constraint
-from kvledger.constraints.source import ConstraintRefused, ConstraintSource
+from kvledger.constraints.refusal import ConstraintRefused
+from kvledger.constraints.source import ConstraintSource
+from kvledger.errors import ConstraintDeadEnd, ConstraintTooCostly
 
 # Characters of one to four bytes, so that tokens end inside some.
 LETTERS = "ab/é€🙂"
@@ -180,13 +182,45 @@ def test_a_token_that_may_not_come_breaks_it() -> None:
         allowed(state, VOCABULARY)
 
 
+def test_what_leads_nowhere_leaves_nothing_and_says_so() -> None:
+    """A text that is cut in the middle would end as if it were whole, or as the server's fault."""
+    constraint = ready(lark('start: "aaa" B\nB: /b.{3}/ & /c.{3}/\n'))
+    state, other = constraint.start(), constraint.start()
+    repeat(state, ord("a"), 3)
+    assert constraint.broken is None
+    for _ in range(2):
+        assert allowed(state, VOCABULARY) == set()
+        assert isinstance(constraint.broken, ConstraintDeadEnd)
+        assert str(constraint.broken).startswith(
+            "constraint.lark_grammar: leaves no token that could follow the first 3 of the output"
+        )
+    assert allowed(other, VOCABULARY) == {ord("a")}, "another sample goes on"
+
+
+def test_what_no_token_spells_leads_nowhere() -> None:
+    """A vocabulary without some bytes cannot say every text; that is no fault of the server's."""
+    prepared = vocabulary([b"a", b"b", b""], {2: b"<|end|>"}, [2])
+    constraint = compile_constraint(prepared, regex("ab€|b"))
+    state = constraint.start()
+    state.learn(0)
+    state.learn(1)
+    assert allowed(state, 3) == set()
+    assert isinstance(constraint.broken, ConstraintDeadEnd)
+
+
 def test_a_limit_on_the_way_breaks_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The library ends a text that met a limit as if it were whole."""
     few = LLParserLimits(max_lexer_states=40, verbose_errors=False)
     monkeypatch.setattr("kvledger.constraints.matcher._LIMITS", few)
-    state = ready(regex("a{1,200}")).start()
-    with pytest.raises(ConstraintBroken, match="met a limit"):
-        repeat(state, ord("a"), 199)
+    constraint = ready(regex("a{1,200}"))
+    state, count = constraint.start(), 0
+    while ord("a") in allowed(state, VOCABULARY):
+        state.learn(ord("a"))
+        count += 1
+    assert count < 199
+    assert allowed(state, VOCABULARY) == set(), "not the end either"
+    assert isinstance(constraint.broken, ConstraintTooCostly)
+    assert f"constraint.regex: takes too much work after {count} tokens" in str(constraint.broken)
 
 
 def test_masks_that_take_too_long_break_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,11 +233,16 @@ def test_masks_that_take_too_long_break_it(monkeypatch: pytest.MonkeyPatch) -> N
         return seconds
 
     monkeypatch.setattr("kvledger.constraints.matcher.time.thread_time", slow_clock)
-    state = ready(regex("[a-z]+")).start()
+    constraint = ready(regex("[a-z]+"))
+    state = constraint.start()
     # 0.5 s at once and 0.004 s with each token, of which each takes 0.01 s.
     repeat(state, ord("a"), round(0.5 / 0.006) - 2)
-    with pytest.raises(ConstraintBroken, match="too long"):
-        repeat(state, ord("a"), 4)
+    assert constraint.broken is None
+    for _ in range(4):
+        left = allowed(state, VOCABULARY)
+        state.learn(ord("a"))
+    assert left == set()
+    assert isinstance(constraint.broken, ConstraintTooCostly)
 
 
 CANARY = "canary4711"
@@ -215,16 +254,20 @@ CANARY = "canary4711"
         (ConstraintSource("json_schema", "{" + CANARY), "is not JSON"),
         (ConstraintSource("json_schema", '{"const": NaN}'), "is not JSON"),
         (ConstraintSource("json_schema", '{"const": 1e999}'), "is not JSON"),
-        (ConstraintSource("json_schema", "[" * 100_000), "is not JSON"),
+        (ConstraintSource("json_schema", "[" * 100_000), "arrays more than 64 levels deep"),
         (ConstraintSource("json_schema", f'["{CANARY}"]'), "is JSON and no schema"),
         (schema(False), "is the schema false, which nothing matches"),
         (schema({"type": CANARY}), "is not a JSON schema"),
         (schema({"x-guidance": {"lenient": True}}), "sets x-guidance"),
-        (schema({"not": {"const": CANARY}}), "uses not in a way that is not supported"),
+        (schema({"not": {"const": CANARY}}), "not supported in the schema itself: not"),
         (
             schema({"properties": {CANARY: {"contains": {}, "uniqueItems": True}}}),
-            "uses contains, uniqueItems in a way that is not supported",
+            "uses what is not supported in properties[0]: contains, uniqueItems",
         ),
+        (schema({"maxItmes": 3, "type": "array"}), "the schema itself, counted from 0, number 0;"),
+        (schema({"oneOf": [{"type": "string"}, {"const": CANARY}]}), "more than one branch may"),
+        (schema({"properties": {"limit": {"type": "too large"}}}), "is not a JSON schema"),
+        (schema({"format": "too large"}), "uses a format that is not supported"),
         (schema({"$ref": f"https://{CANARY}.example/"}), "a reference that is not supported"),
         (schema({"$ref": f"#/$defs/{CANARY}"}), "a reference that is not supported"),
         (schema({"$ref": "#"}), "leaves no token that an answer could begin with"),

@@ -15,8 +15,10 @@ from structlog.testing import CapturingLogger
 
 from kvledger import errors
 from kvledger.errors import (
+    ConstraintDeadEnd,
     ConstraintsFull,
     ConstraintsUnavailable,
+    ConstraintTooCostly,
     DeviceLost,
     FieldViolation,
     InvalidRequest,
@@ -40,6 +42,16 @@ EXAMPLES: dict[type, tuple[Exception, grpc.StatusCode, str]] = {
         InvalidRequest(FieldViolation("stop.max_tokens", "0"), FieldViolation("priority", "11")),
         grpc.StatusCode.INVALID_ARGUMENT,
         "FIELD_INVALID",
+    ),
+    ConstraintDeadEnd: (
+        ConstraintDeadEnd("constraint.regex", 3),
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "CONSTRAINT_DEAD_END",
+    ),
+    ConstraintTooCostly: (
+        ConstraintTooCostly("constraint.regex", 3),
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "CONSTRAINT_TOO_COSTLY",
     ),
     ConstraintsUnavailable: (
         ConstraintsUnavailable("it has none"),

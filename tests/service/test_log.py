@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import io
 import json
 import logging
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal, TextIO
 
 import pytest
@@ -211,7 +213,7 @@ def test_a_reader_who_stands_still_loses_lines_and_nothing_else() -> None:
     with open(writing, "w", encoding="utf-8") as stream, open(reading, "rb", 0) as reader:
         configure(stream)
         log = structlog.get_logger("x")
-        for number in range(3000):  # far more than a pipe holds
+        for number in range(12_000):  # far more than a pipe holds
             log.info("line", number=number, text="x" * 100)
         data += reader.readall() or b""
         log.info("after", text="y" * 100_000)  # more than a pipe takes at once
@@ -223,9 +225,54 @@ def test_a_reader_who_stands_still_loses_lines_and_nothing_else() -> None:
     assert [line["event"] for line in whole].count("after") == 1
     numbers = [line["number"] for line in whole if line["event"] == "line"]
     assert numbers == list(range(len(numbers))), "in order, and each line whole"
-    assert 100 < len(numbers) < 3000
+    assert 100 < len(numbers) < 12_000
     told = next(line["lines_lost"] for line in whole if "lines_lost" in line)
-    assert told >= 3000 - len(numbers)
+    assert told >= 12_000 - len(numbers)
+
+
+@pytest.mark.usefixtures("stream")
+@pytest.mark.skipif(not hasattr(fcntl, "F_GETPIPE_SZ"), reason="pipes of this system have one size")
+def test_a_collector_may_be_a_while_late() -> None:
+    """A collector that starts anew would miss the receipts of a few seconds."""
+    if int(Path("/proc/sys/fs/pipe-max-size").read_text()) < 1 << 20:
+        pytest.skip("this system's pipes may not hold a MiB")
+    reading, writing = os.pipe()
+    before = fcntl.fcntl(writing, fcntl.F_GETPIPE_SZ)
+    with open(writing, "w", encoding="utf-8") as stream, open(reading, "rb", 0) as reader:
+        configure(stream)
+        if fcntl.fcntl(writing, fcntl.F_GETPIPE_SZ) == before:
+            pytest.skip("this user's pipes have all that they may hold together")
+        for number in range(3000):
+            structlog.get_logger("x").info("line", number=number, text="x" * 100)
+        os.set_blocking(reading, False)
+        told = [json.loads(line) for line in (reader.read(1 << 20) or b"").splitlines()]
+        assert [line["number"] for line in told] == list(range(3000))
+        configure(stream)
+        assert fcntl.fcntl(writing, fcntl.F_GETPIPE_SZ) == 1 << 20
+
+
+@pytest.mark.usefixtures("stream")
+@pytest.mark.skipif(not hasattr(fcntl, "F_SETPIPE_SZ"), reason="pipes of this system have one size")
+def test_a_pipe_that_may_hold_no_more_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server would not start because somebody else's pipes are many; or shrink a large one."""
+    reading, writing = os.pipe()
+    control = fcntl.fcntl
+    asked: list[int] = []
+
+    def refusing(descriptor: int, command: int, size: int = 0) -> int:
+        if command == fcntl.F_SETPIPE_SZ:
+            asked.append(size)
+            raise PermissionError
+        return control(descriptor, command, size)
+
+    with open(writing, "w", encoding="utf-8") as stream, open(reading, "rb", 0) as reader:
+        monkeypatch.setattr(fcntl, "fcntl", refusing)
+        configure(stream)
+        structlog.get_logger("x").info("line")
+        assert json.loads(reader.read(4096) or b"")["event"] == "line"
+        monkeypatch.setattr(log, "_PIPE_BYTES", 4096)
+        configure(stream)
+    assert asked == [1 << 20]
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")

@@ -7,9 +7,11 @@ import http.client
 import re
 import socket
 import stat
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import grpc
 import pytest
 import pytest_asyncio
 from prometheus_client.parser import text_string_to_metric_families
@@ -20,6 +22,7 @@ from kvledger import metrics_listener
 from kvledger.errors import SettingRefused
 from kvledger.metrics import Metrics
 from kvledger.metrics_listener import MetricsListener
+from kvledger.rpc import connections
 
 _ABBREVIATED = re.compile(r"_(?:ms|us|ns|s|sec|secs|kb|mb|gb|kib|mib|gib|pct|percent)(?:_|$)")
 
@@ -117,6 +120,38 @@ async def test_they_say_what_is_so(server: ServerHarness) -> None:
     assert done["kvledger_requests_total OK"] == 4
     assert done["kvledger_request_queue_length"] == 0
     await server.require_all_free()
+
+
+def _call_while_nothing_is_taken_in(address: str, count: int) -> None:
+    """Calls that all come while the event loop, whose thread this is, stands still."""
+    with grpc.insecure_channel(address) as channel:
+        grpc.channel_ready_future(channel).result(PATIENCE)
+        list_models = channel.unary_unary("/kvledger.v1.ModelService/ListModels")
+        calls = [list_models.future(b"", timeout=PATIENCE) for _ in range(count)]
+        time.sleep(0.5)
+        del calls
+
+
+async def test_calls_that_grpc_drops_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients would be turned away under load, and no line or number say so."""
+    few = (
+        ("grpc.server.max_pending_requests", 3),
+        ("grpc.server.max_pending_requests_hard_limit", 3),
+    )
+    monkeypatch.setattr(connections, "_untaken", lambda most: few)
+    async with serving("--metrics-listen", "127.0.0.1:0") as server:
+        assert (await scraped(server))["kvledger_calls_not_taken"] == 0
+        for _ in range(3):
+            await server.answer(text="a")
+        await server.refusal(text="")
+        assert (await scraped(server))["kvledger_calls_not_taken"] == 0
+        _call_while_nothing_is_taken_in(server.address, 50)
+        # Those that waited in time were taken in, though nobody listens to them any more.
+        await server.until(lambda: server.server._front._calls.taken_count > 4)
+        await asyncio.sleep(0.1)
+        taken = server.server._front._calls.taken_count - 4
+        assert 1 <= taken < 25
+        assert (await scraped(server))["kvledger_calls_not_taken"] == 50 - taken
 
 
 async def test_they_are_nowhere_unless_asked_for() -> None:

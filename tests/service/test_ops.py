@@ -59,6 +59,29 @@ def test_columns_that_are_no_whole_heads_are_refused() -> None:
         CpuOps(1).head_norm(x, np.ones(16, dtype=np.float32), EPSILON)
 
 
+@pytest.mark.parametrize(
+    "weight",
+    [
+        np.ones(16, dtype=np.float64),
+        np.ones(16, dtype=">f4"),
+        np.ones(32, dtype=np.float32)[::2],
+        np.ones((16, 2), dtype=np.float32)[:, 0],
+    ],
+    ids=["float64", "big-endian", "every other", "a column"],
+)
+def test_weights_that_a_kernel_cannot_read_in_place_are_refused(weight: np.ndarray) -> None:
+    """They would be copied in each layer of each step, or read as other numbers."""
+    ops, x = CpuOps(1), torch.ones(2, 16)
+    with pytest.raises(TypeError, match="contiguous float32"):
+        ops.rms_norm(x, weight, EPSILON, torch.empty_like(x))
+    with pytest.raises(TypeError, match="contiguous float32"):
+        ops.head_norm(x, weight, EPSILON)
+    angles = np.ones((4, 8), dtype=np.float32)
+    for cosine, sine in ((weight, angles), (angles, weight)):
+        with pytest.raises(TypeError, match="contiguous float32"):
+            ops.kernels.kv_append(0, cosine, sine, x.data_ptr(), 16, 1)
+
+
 def test_a_bias_is_added_to_each_row_of_a_slice() -> None:
     """Models with biases would be computed without, or with those of another layer."""
     whole = random_rows(9, 80)

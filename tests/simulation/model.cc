@@ -82,6 +82,9 @@ void Model::commit(const std::vector<std::vector<Token>>& given, const StepRepor
   pass_time(now);
   begin_report();
   end_step();
+  if (step_decodes_ > 0) {
+    since_decode_ = step_prefills_ > 0 ? since_decode_ + 1 : 0;
+  }
   std::size_t wanted = 0;
   for (const Planned& planned : step_) {
     const std::size_t output = wanted;

@@ -94,6 +94,9 @@ struct ModelCounts {
 // How far into the queue the scheduler looks in one step.
 inline constexpr std::int64_t kLookahead = 8;
 
+// After so many steps of both kinds the scheduler looks at decoding alone.
+inline constexpr std::int64_t kDecodeNews = 64;
+
 class Model {
  public:
   Model(const EngineSettings& settings, const Text& text, Nanoseconds now);
@@ -195,6 +198,10 @@ class Model {
   std::vector<Former> former_;
   std::map<std::uint64_t, std::int64_t> held_before_;  // by request
   std::int64_t releasing_ = 0;
+  // Steps with prompts beside decoding since the last one without; none yet counts as many.
+  std::int64_t since_decode_ = kDecodeNews;
+  std::int64_t step_decodes_ = 0;  // tokens of the uncommitted step
+  std::int64_t step_prefills_ = 0;
   std::map<std::uint32_t, BlockNanoseconds> closed_time_;  // by tenant
   ModelCounts counts_;
   // How much of the report was explained.

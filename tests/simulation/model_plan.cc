@@ -32,6 +32,8 @@ void Model::plan(const StepPlanView& plan, const StepReport& report, Nanoseconds
   follow_sequences(plan);
   check_order(plan, report);
   check_decode_shares(plan, report);
+  step_decodes_ = plan.header.decode_tokens;
+  step_prefills_ = plan.header.tokens - plan.header.decode_tokens;
   check_prefill_room(plan);
   check_prefill_shares(plan.header.prefill_room);
   for (auto& [id, sequence] : live_) {
@@ -438,6 +440,10 @@ void Model::check_prefill_room(const StepPlanView& plan) const {
   const bool limited = limits.step_time_max > 0 || limits.step_stretch > 0;
   if (!limited || plan.header.decode_tokens == 0) {
     expect_equal("prompt tokens that the step has room for", plan.header.prefill_room, left);
+    return;
+  }
+  if (since_decode_ >= kDecodeNews) {
+    expect_equal("prompt tokens before decoding alone is known", step_prefills_, 0);
     return;
   }
   expect(plan.header.prefill_room <= left, "more room for prompts than the token budget leaves");

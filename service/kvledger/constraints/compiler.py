@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -136,6 +137,7 @@ class _Worker:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        self._watched: int | None = None  # a file descriptor that tells of the process's end
         self._closed = False
 
     async def judge(self, vocabulary: Vocabulary, source: ConstraintSource) -> Verdict:
@@ -173,6 +175,7 @@ class _Worker:
         try:
             with theirs:
                 self._process = _worker_process(theirs.fileno())
+            self._watch(self._process)
             self._streams = _, writer = await asyncio.open_connection(sock=ours)
         except BaseException:
             ours.close()
@@ -194,6 +197,28 @@ class _Worker:
         length = frame_length(await reader.readexactly(4))
         return Verdict(**json.loads(await reader.readexactly(length)))
 
+    def _watch(self, process: subprocess.Popen[bytes]) -> None:
+        """Leaves no zombie of a process that ends while nobody asks it anything.
+
+        Where the system has no such watch, the next question or the end takes care of it.
+        """
+
+        def ended() -> None:
+            self._unwatch()
+            process.poll()
+
+        try:
+            self._watched = os.pidfd_open(process.pid)
+        except (AttributeError, OSError):
+            return
+        asyncio.get_running_loop().add_reader(self._watched, ended)
+
+    def _unwatch(self) -> None:
+        watched, self._watched = self._watched, None
+        if watched is not None:
+            asyncio.get_running_loop().remove_reader(watched)
+            os.close(watched)
+
     async def close(self) -> None:
         """Ends the process; no other one is started."""
         self._closed = True
@@ -201,6 +226,7 @@ class _Worker:
 
     async def stop(self) -> None:
         """Ends the process."""
+        self._unwatch()
         process, self._process = self._process, None
         streams, self._streams = self._streams, None
         if streams is not None:

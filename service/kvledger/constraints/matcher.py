@@ -14,12 +14,9 @@ import llguidance
 import numpy as np
 import numpy.typing as npt
 
-from kvledger.constraints.source import (
-    ConstraintRefused,
-    ConstraintSource,
-    lark_of,
-    unsupported_keywords,
-)
+from kvledger.constraints.refusal import ConstraintRefused
+from kvledger.constraints.source import ConstraintSource, lark_of
+from kvledger.errors import ConstraintDeadEnd, ConstraintTooCostly, InvalidRequest
 
 # What one grammar may cost, counted by llguidance in numbers that depend on the grammar and the
 # tokens alone: the first two bound compiling, the next three a step (some milliseconds), the last
@@ -39,55 +36,83 @@ _LIMITS = llguidance.LLParserLimits(
 _AT_ONCE_SECONDS = 0.5
 _TOKEN_SECONDS = 0.004
 
+# How llguidance's errors begin where no token is left, and where a limit of _LIMITS is met.
+_DEAD_END = "NoExtension"
+_LIMITS_MET = ("lexer error: ", "parser error: ")
+
 # Ends of a matcher that is done, as opposed to one that met a limit.
 _DONE = ("NoExtension", "NoExtensionBias", "EndOfSentence")
 
 
 class ConstraintBroken(Exception):
-    """A sequence cannot go on under its constraint. The message quotes nothing."""
+    """The library failed, or a token came that its mask ruled out. The message quotes nothing."""
 
 
 class ConstraintState:
-    """What one sequence has of its constraint: all that it has said so far."""
+    """What one sequence has of its constraint: all that it has said so far.
 
-    def __init__(self, matcher: llguidance.LLMatcher) -> None:
+    A constraint that leads nowhere, or takes too much, leaves no token from there on, and says why
+    in `Constraint.broken`.
+    """
+
+    def __init__(self, matcher: llguidance.LLMatcher, constraint: Constraint) -> None:
         self._matcher = matcher
+        self._constraint = constraint
         self._seconds_left = _AT_ONCE_SECONDS
+        self._tokens = 0
+        self._is_lost = False
 
     def fill(self, words: npt.NDArray[np.int32]) -> None:
         """Writes which tokens may come next: int32 [vocabulary / 32, rounded up], a bit a token,
         the lowest first. What may come stays as it is. Raises ConstraintBroken."""
-        started = time.thread_time()
-        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-        # With an error the library says that the text may end here, which would be taken for one
-        # that is complete.
-        self._check()
-        self._seconds_left -= time.thread_time() - started
-        if self._seconds_left < 0.0:
-            raise ConstraintBroken("its masks take too long")
+        if not self._is_lost:
+            started = time.thread_time()
+            self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+            self._check()
+            self._seconds_left -= time.thread_time() - started
+            if self._seconds_left < 0.0:
+                self._lose(ConstraintTooCostly)
+        if self._is_lost:
+            # The library's own mask says that the text may end here, as if it were complete.
+            words[:] = 0
 
     def learn(self, token: int) -> None:
         """Takes in the token that came. Raises ConstraintBroken if it may not come here."""
+        self._tokens += 1
         self._seconds_left = min(_AT_ONCE_SECONDS, self._seconds_left + _TOKEN_SECONDS)
         self._matcher.consume_token(token)
         self._check()
 
     def _check(self) -> None:
-        if self._matcher.is_error():
-            raise ConstraintBroken("the grammar met a limit, or a token that it does not admit")
-        if self._matcher.is_stopped() and self._matcher.stop_reason() not in _DONE:
-            raise ConstraintBroken("the grammar met a limit")
+        error = self._matcher.get_error() if self._matcher.is_error() else ""
+        if error.startswith(_DEAD_END):
+            self._lose(ConstraintDeadEnd)
+        elif error.startswith(_LIMITS_MET):
+            self._lose(ConstraintTooCostly)
+        elif error:
+            raise ConstraintBroken("the grammar does not admit a token, or the library failed")
+        elif self._matcher.is_stopped() and self._matcher.stop_reason() not in _DONE:
+            self._lose(ConstraintTooCostly)
+
+    def _lose(self, why: type[ConstraintDeadEnd] | type[ConstraintTooCostly]) -> None:
+        self._is_lost = True
+        if self._constraint.broken is None:
+            self._constraint.broken = why(self._constraint.field, self._tokens)
 
 
 class Constraint:
-    """A compiled constraint; nothing changes it."""
+    """A compiled constraint; nothing changes the grammar."""
 
-    def __init__(self, matcher: llguidance.LLMatcher) -> None:
+    def __init__(self, matcher: llguidance.LLMatcher, field: str) -> None:
+        """`field` is its path in a request."""
         self._matcher = matcher
+        self.field = field
+        # Why a sequence of its request has no token left; set by the thread that fills masks.
+        self.broken: InvalidRequest | None = None
 
     def start(self) -> ConstraintState:
         """The state of a sequence that has said nothing yet."""
-        return ConstraintState(self._matcher.deep_copy())
+        return ConstraintState(self._matcher.deep_copy(), self)
 
 
 def compile_constraint(tokenizer: llguidance.LLTokenizer, source: ConstraintSource) -> Constraint:
@@ -103,18 +128,24 @@ def compile_constraint(tokenizer: llguidance.LLTokenizer, source: ConstraintSour
     words = np.zeros((tokenizer.vocab_size + 31) // 32, dtype=np.int32)
     tried = matcher.deep_copy()
     tried.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-    if "NoExtension" in tried.get_error():
+    if tried.get_error().startswith(_DEAD_END):
         raise ConstraintRefused("leaves no token that an answer could begin with")
     if tried.is_error():
         raise ConstraintRefused(_TOO_COMPLEX)
-    return Constraint(matcher)
+    return Constraint(matcher, source.field)
 
+
+# Where an error goes on with what the client wrote: the grammar, line by line, or a value.
+_QUOTES = re.compile(r"\n\s*1 \| %llguidance |(?:Invalid type|Unknown format): |segment '|, got ")
 
 _TOO_COMPLEX = "is too complex; make it smaller, or bound fewer things in it"
 
 
 def _sentence(source: ConstraintSource, error: str) -> str:
     """What to change, from an error of llguidance; it quotes the client, this does not."""
+    if "JSON schema: Unknown format: " in error:
+        return "uses a format that is not supported"
+    error = _QUOTES.split(error, maxsplit=1)[0]
     if re.search(r"fuel|too (?:big|large|many|complex)|[Ll]imit|exceed", error):
         return _TOO_COMPLEX
     if source.kind == "regex":
@@ -128,6 +159,6 @@ def _sentence(source: ConstraintSource, error: str) -> str:
         return f"is not a grammar in llguidance's variant of Lark{where}"
     if "Unsatisfiable" in error:
         return "is a schema that nothing matches"
-    if found := unsupported_keywords(source):
-        return f"uses {', '.join(found)} in a way that is not supported"
-    return "is not a JSON schema, or uses a format or a reference that is not supported"
+    if "oneOf constraints are not supported" in error:
+        return "uses oneOf in a way that is not supported: more than one branch may match"
+    return "is not a JSON schema, or uses a reference that is not supported"

@@ -127,7 +127,8 @@ def _compile_within_limits(tokenizer: object, source: dict[str, str], writer: in
 
 def _compile(tokenizer: object, source: dict[str, str], resident: int, writer: int) -> None:
     from kvledger.constraints.matcher import compile_constraint
-    from kvledger.constraints.source import ConstraintRefused, ConstraintSource
+    from kvledger.constraints.refusal import ConstraintRefused
+    from kvledger.constraints.source import ConstraintSource
 
     try:
         kept = compile_constraint(tokenizer, ConstraintSource(**source))  # type: ignore[arg-type]

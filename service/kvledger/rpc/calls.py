@@ -126,6 +126,7 @@ class Calls(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         self._handlers: dict[str, Any] = {}
         self._open: set[Call] = set()
         self._stopping = asyncio.Event()
+        self.taken_count = 0  # calls that gRPC has handed over
 
     @property
     def open_count(self) -> int:
@@ -154,6 +155,7 @@ class Calls(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any
     ) -> Any:
         """The method's handler with a watch on it; None for an unknown method."""
+        self.taken_count += 1
         path = handler_call_details.method
         known = self._handlers.get(path)
         if known is None:

@@ -80,9 +80,9 @@ def _untaken(most: int) -> tuple[tuple[str, int], ...]:
     """For calls that have come and that the event loop has not taken in yet.
 
     One more is dropped with CANCELLED, as if its caller had gone away: it is not told to come back,
-    and nothing here hears of it. So there is room for a call on each connection, a full queue, and
-    all that one gateway has on its one connection. gRPC by itself begins to drop at 1,000, at
-    random (seen with grpcio 1.85.3).
+    and nothing here hears of it but a count of channelz (`calls_come`). So there is room for a call
+    on each connection, a full queue, and all that one gateway has on its one connection. gRPC by
+    itself begins to drop at 1,000, at random (seen with grpcio 1.85.3).
     """
     return (
         ("grpc.server.max_pending_requests", most),
@@ -100,6 +100,16 @@ def newest_server() -> int:
         newest = max((server.ref.server_id for server in answer.server), default=newest)
         if answer.end or not answer.server:
             return int(newest)
+
+
+def calls_come(server: int) -> int:
+    """Calls that ever came to a server by gRPC's own number, dropped ones too; 0 if it is gone."""
+    asked = channelz_pb2.GetServerRequest(server_id=server)
+    try:
+        answer = ChannelzServicer.GetServer(asked, None)
+    except (ValueError, AttributeError):  # gRPC knows it no more
+        return 0
+    return int(answer.server.data.calls_started)
 
 
 def open_count(server: int) -> int:

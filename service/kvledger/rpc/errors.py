@@ -18,8 +18,10 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
 from kvledger.errors import (
+    ConstraintDeadEnd,
     ConstraintsFull,
     ConstraintsUnavailable,
+    ConstraintTooCostly,
     InvalidRequest,
     ModelUnknown,
     QueueFull,
@@ -72,6 +74,12 @@ def _request_info(error: RequestFailed) -> list[Message]:
 
 _TABLE: dict[type, _Row] = {
     InvalidRequest: _Row(grpc.StatusCode.INVALID_ARGUMENT, "FIELD_INVALID", _field_violations),
+    ConstraintDeadEnd: _Row(
+        grpc.StatusCode.INVALID_ARGUMENT, "CONSTRAINT_DEAD_END", _field_violations
+    ),
+    ConstraintTooCostly: _Row(
+        grpc.StatusCode.INVALID_ARGUMENT, "CONSTRAINT_TOO_COSTLY", _field_violations
+    ),
     ModelUnknown: _Row(grpc.StatusCode.NOT_FOUND, "MODEL_UNKNOWN"),
     QueueFull: _Row(
         grpc.StatusCode.RESOURCE_EXHAUSTED,

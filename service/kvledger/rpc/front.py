@@ -123,6 +123,12 @@ class Front:
             lambda: self.clients.connections_open,
         )
         self._metrics.watch(
+            "kvledger_calls_not_taken",
+            "Calls of clients that came and were never taken in, and those that wait for it now.",
+            # In this order: what comes in between counts as taken.
+            lambda: max(0, self.clients.calls_come - self._calls.taken_count),
+        )
+        self._metrics.watch(
             "kvledger_connections_limit",
             "Most connections of clients; one more is closed.",
             lambda: settings.max_connections,

@@ -212,8 +212,7 @@ class _Stream:
             self._end_all(EndReason.CANCELLED)
 
     def _end_all(self, reason: EndReason) -> None:
-        for sequence in self._ticket.sequences:
-            self._engine.end(sequence, reason)
+        self._admission.end(self._ticket, reason)
 
     async def settle(self) -> Metadata:
         """Ends a request that failed: the receipt as trailing metadata, if there is one."""
@@ -329,7 +328,7 @@ class _Stream:
             raise RequestFailed(self._ticket.request_id)
         reasons = [sample.reason(self._receipt) for sample in self._samples]
         if EndReason.FAILED in (*reasons, self._receipt.end_reason):
-            raise RequestFailed(self._ticket.request_id)
+            raise self._failure()
         if EndReason.CANCELLED in reasons and self._ticket.mailbox.gave_up:
             raise ReaderStalled(self._admission.stall_seconds)
         if EndReason.CANCELLED in reasons:
@@ -345,6 +344,12 @@ class _Stream:
                 receipt=self._receipt_message(),
             )
         )
+
+    def _failure(self) -> Exception:
+        constraint = self._ticket.constraint
+        if constraint is not None and constraint.broken is not None:
+            return constraint.broken
+        return RequestFailed(self._ticket.request_id)
 
     def _receipt_message(self) -> generation_pb2.Receipt:
         assert self._receipt is not None

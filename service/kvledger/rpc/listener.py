@@ -59,6 +59,7 @@ class Listener:
         self._broken: set[asyncio.Task[None]] = set()
         self._retired: set[grpc.aio.Server] = set()
         self._channelz_ids: dict[grpc.aio.Server, int] = {}
+        self._calls_of_forgotten = 0
         self._lock = SocketLock.of(option, self._socket) if self._socket is not None else None
         try:
             self._server = self._bound()
@@ -75,6 +76,12 @@ class Listener:
     def connections_open(self) -> int:
         """Connections that are open now."""
         return sum(connections.open_count(server) for server in list(self._channelz_ids.values()))
+
+    @property
+    def calls_come(self) -> int:
+        """Calls that ever came, also those that gRPC ended before a handler heard of them."""
+        servers = list(self._channelz_ids.values())
+        return self._calls_of_forgotten + sum(map(connections.calls_come, servers))
 
     async def start(self) -> None:
         """Begins to serve."""
@@ -154,7 +161,8 @@ class Listener:
         def forget(task: asyncio.Task[None]) -> None:
             self._broken.discard(task)
             self._retired.discard(broken)
-            self._channelz_ids.pop(broken, None)
+            if (number := self._channelz_ids.pop(broken, None)) is not None:
+                self._calls_of_forgotten += connections.calls_come(number)
 
         task.add_done_callback(forget)
         await self._take_port_again()

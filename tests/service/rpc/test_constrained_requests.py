@@ -15,6 +15,7 @@ import pytest_asyncio
 from constrained import PERSON, require_person
 from server_harness import ServerHarness, request, serving
 
+from kvledger.rpc.generation import RECEIPT_METADATA
 from kvledger.v1 import generation_pb2 as pb
 
 CANARY = "canary-4711"
@@ -148,7 +149,17 @@ async def test_a_stop_sequence_cuts_it(server: ServerHarness) -> None:
         (
             pb.Constraint(json_schema=json.dumps({"not": {"const": CANARY}})),
             "constraint.json_schema",
-            "uses not in a way that is not supported",
+            "uses what is not supported in the schema itself: not",
+        ),
+        (
+            pb.Constraint(json_schema=json.dumps({"properties": {CANARY: {CANARY: 3}}})),
+            "constraint.json_schema",
+            "none of JSON Schema's: of the keys of properties[0], counted from 0, number 0",
+        ),
+        (
+            pb.Constraint(json_schema='{"items":' * 3000 + "{}" + "}" * 3000),
+            "constraint.json_schema",
+            "nests objects and arrays more than 64 levels deep",
         ),
         (pb.Constraint(regex=f"({CANARY}"), "constraint.regex", "is not a regular expression"),
         (
@@ -203,6 +214,39 @@ async def test_a_constraint_that_breaks_is_an_internal_error_with_an_id(
     assert CANARY not in refusal.everything()
     assert neighbour.text == "bcdefghij"
     await server.require_all_free()
+
+
+async def test_a_constraint_that_leads_nowhere_is_the_client_s_to_change(
+    server: ServerHarness,
+) -> None:
+    """The caller would be told to report a fault of the server's, and try the same again."""
+    server.scripted.after_step = flatten
+    grammar = f'start: "aaa" B | "aab" B\nB: /b.{{3}}/ & /{CANARY}/\n'
+    fields = {"text": "a", "max_tokens": 9, "constraint": pb.Constraint(lark_grammar=grammar)}
+    for more in ({}, {"samples": 3, "sampling": hot(2)}):
+        neighbour = asyncio.create_task(server.answer(text="a", max_tokens=9))
+        refusal = await server.refusal(**fields, **more)
+        assert refusal.code == grpc.StatusCode.INVALID_ARGUMENT
+        assert refusal.reason == "CONSTRAINT_DEAD_END"
+        assert set(refusal.violations) == {"constraint.lark_grammar"}
+        assert "could follow the first 3 of" in refusal.violations["constraint.lark_grammar"]
+        assert refusal.metadata[RECEIPT_METADATA]
+        assert CANARY not in refusal.everything()
+        assert (await neighbour).reason == "LENGTH"
+    assert sorted(server.log.reasons) == ["constraint", "constraint", "length", "length"]
+    assert not server.log.of("sampling_failed")
+    await server.require_all_free()
+
+
+async def test_a_constraint_that_takes_too_much_says_so(
+    server: ServerHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The caller would be told to report a fault of the server's, and try the same again."""
+    monkeypatch.setattr("kvledger.constraints.matcher._AT_ONCE_SECONDS", -1.0)
+    refusal = await server.refusal(text="a", constraint=pb.Constraint(regex="[a-z]{9}"))
+    assert refusal.code == grpc.StatusCode.INVALID_ARGUMENT
+    assert refusal.reason == "CONSTRAINT_TOO_COSTLY"
+    assert "too much work after 0 tokens" in refusal.violations["constraint.regex"]
 
 
 async def test_a_server_without_the_extra_says_which(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -165,6 +165,24 @@ async def test_a_full_queue_says_when_to_come_back() -> None:
         assert len(server.log.reasons) == 4, "who was refused has no receipt"
 
 
+async def test_who_cancels_while_waiting_makes_room_before_the_step_ends() -> None:
+    """Others would be refused for as long as a step takes, which nobody waits for."""
+    async with serving("--max-queued", "1", sequences_max=1) as server:
+        gate = server.gate()
+        tasks = await _fill(server, 1)
+        await server.until(lambda: server.server._admission.streams.waiting_count == 0)
+        (waiting,) = await _fill_more(server, 1)
+        assert (await server.refusal(text=CANARY)).reason == "QUEUE_FULL"
+        waiting.cancel()
+        # The gate stays closed: no step ends.
+        await server.until(lambda: server.server._admission.streams.waiting_count == 0)
+        tasks += await _fill_more(server, 1)
+        gate.open()
+        assert {answer.reason for answer in await asyncio.gather(*tasks)} == {"LENGTH"}
+        assert sorted(server.log.reasons) == ["cancelled", "length", "length"]
+        await server.require_all_free()
+
+
 async def test_a_burst_takes_the_free_places_before_it_queues() -> None:
     """An idle server would refuse requests that it could begin at once."""
     async with serving("--max-queued", "2", sequences_max=4) as server:
