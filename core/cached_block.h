@@ -1,7 +1,7 @@
 // What eviction policies know of the blocks in a prefix index, and the lists they keep them in.
 //
-// The index writes a block's path, the policy all else. A block is in at most one list, and moving it
-// costs O(1) and allocates nothing. One thread at a time.
+// The index writes a block's path, the policy all else. A block is in at most one list, and moving
+// it costs O(1) and allocates nothing. One thread at a time.
 
 #pragma once
 

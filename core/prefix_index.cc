@@ -49,6 +49,11 @@ bool PrefixIndex::knows(PrefixNode node) const noexcept {
   return node.slot < nodes_.size() && node.serial != 0 && nodes_[node.slot].serial == node.serial;
 }
 
+bool PrefixIndex::may_place(PrefixNode parent, ScopeId scope) const noexcept {
+  return parent == root() || (knows(parent) && nodes_[parent.slot].pins > 0 &&
+                              may_follow(nodes_[parent.slot].scope, scope));
+}
+
 PrefixIndex::Node& PrefixIndex::at(PrefixNode node) {
   KVL_CHECK(knows(node));
   return nodes_[node.slot];
@@ -110,9 +115,7 @@ std::optional<PrefixNode> PrefixIndex::place(PrefixNode parent, ScopeId scope,
                                              std::span<const Token> tokens) {
   KVL_CHECK(!tokens.empty());
   KVL_CHECK_LE(static_cast<std::int64_t>(tokens.size()), settings_.block_tokens);
-  const bool is_first = parent == root();
-  KVL_CHECK(is_first || at(parent).pins > 0);
-  KVL_CHECK(is_first || may_follow(at(parent).scope, scope));
+  KVL_CHECK(may_place(parent, scope));
   const Hashes hashes = hash(parent, scope, tokens);
   if (const CacheSlot slot = search(parent, scope, tokens, hashes.key); slot != kNoSlot) {
     const PrefixNode found{nodes_[slot].serial, slot};
@@ -194,9 +197,8 @@ void PrefixIndex::unlink(CacheSlot slot) {
 
 void PrefixIndex::offer_if_possible(CacheSlot slot) {
   Node& node = nodes_[slot];
-  const bool possible =
-      node.is_filled && node.pins == 0 &&
-      (!policy_->takes_leaves_only() || node.first_child == kNoSlot);
+  const bool possible = node.is_filled && node.pins == 0 &&
+                        (!policy_->takes_leaves_only() || node.first_child == kNoSlot);
   if (possible == node.is_offered) {
     return;
   }
@@ -335,8 +337,7 @@ std::optional<std::string> PrefixIndex::audit_node(CacheSlot slot) const {
   }
   const bool possible = node.is_filled && node.pins == 0 &&
                         (!policy_->takes_leaves_only() || node.first_child == kNoSlot);
-  return possible == node.is_offered ? std::nullopt
-                                     : std::optional(name + " is offered wrongly");
+  return possible == node.is_offered ? std::nullopt : std::optional(name + " is offered wrongly");
 }
 
 std::optional<std::string> PrefixIndex::audit() const {

@@ -1,10 +1,10 @@
 // Finds blocks that already hold the keys and values of a prompt's beginning.
 //
 // A trie over blocks. A node stands for the tokens of one block behind those of its parent, in one
-// scope. It is found by (parent, scope, exact tokens); tokens are compared every time, so no hash is
-// trusted with more than speed. Scopes meet in one way only: below a node of a shared scope may hang
-// nodes of others, each found by its own. Below a node of any other scope is only that scope, so a
-// walk goes from shared to own once, and not back.
+// scope. It is found by (parent, scope, exact tokens); tokens are compared every time, so no hash
+// is trusted with more than speed. Scopes meet in one way only: below a node of a shared scope may
+// hang nodes of others, each found by its own. Below a node of any other scope is only that scope,
+// so a walk goes from shared to own once, and not back.
 //
 //   root ── A1 (shared) ── A2 (shared) ── B1 (tenant 7)       find(A2, tenant 7, tokens) -> B1
 //                                     └── B1 (tenant 9)       the same tokens: another node
@@ -14,13 +14,13 @@
 // hollow nodes, fill() fills them. A node that is hollow, childless and unpinned is forgotten, and
 // its id never comes back.
 //
-// The index owns no blocks and posts nothing: whoever fills a node hands a block in, and gets it back
-// from evict() or purge(). Blocks that sequences hold are pinned and are not evicted. Which of the
-// others goes is the policy's choice (eviction_policy.h).
+// The index owns no blocks and posts nothing: whoever fills a node hands a block in, and gets it
+// back from evict() or purge(). Blocks that sequences hold are pinned and are not evicted. Which of
+// the others goes is the policy's choice (eviction_policy.h).
 //
 // find() is O(tokens), everything else O(tokens or 1), evict() amortized over what was offered;
-// purge() is O(nodes purged). Nothing allocates after construction but purge's answer. One thread at
-// a time.
+// purge() is O(nodes purged). Nothing allocates after construction but purge's answer. One thread
+// at a time.
 
 #pragma once
 
@@ -99,6 +99,9 @@ class PrefixIndex {
   void purge(ScopeId scope, std::vector<BlockId>& freed, std::vector<BlockId>& pinned);
 
   bool knows(PrefixNode node) const noexcept;
+  // Whether place() may be asked for a child of a node in a scope.
+  bool may_place(PrefixNode parent, ScopeId scope) const noexcept;
+  std::int64_t block_tokens() const noexcept { return settings_.block_tokens; }
   std::int64_t nodes() const noexcept { return nodes_in_use_; }
   std::int64_t filled() const noexcept { return filled_; }
   // Nodes found by their table but refused for their tokens, parent or scope.

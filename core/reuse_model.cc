@@ -34,8 +34,8 @@ ReuseModel::ReuseModel(std::int64_t news) : news_(news), until_renewal_(news) {
 
 std::size_t ReuseModel::class_of(std::int64_t uses) noexcept {
   return uses <= 2 ? static_cast<std::size_t>(std::max<std::int64_t>(uses, 1) - 1)
-                   : std::min<std::size_t>(kClasses - 1, std::bit_width(static_cast<std::uint64_t>(
-                                                             uses - 1)));
+                   : std::min<std::size_t>(kClasses - 1,
+                                           std::bit_width(static_cast<std::uint64_t>(uses - 1)));
 }
 
 std::size_t ReuseModel::band_of(std::uint64_t age) noexcept {

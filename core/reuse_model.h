@@ -1,10 +1,11 @@
 // When cached blocks are used again: learnt from those that were and those that were not, so that
 // the block with the least to give can be dropped first.
 //
-// Time is the count of uses of blocks, not a clock. A block that was used `uses` times and not since
-// `age` uses of others has a chance to be used at any later age: the hazard of its class (how often
-// it was used) at that age. The value of keeping it is the Gittins index of that chance (Gittins and
-// Jones 1974; for caches, the reasoning of hit density in Beckmann et al., LHD, NSDI 2018):
+// Time is the count of uses of blocks, not a clock. A block that was used `uses` times and not
+// since `age` uses of others has a chance to be used at any later age: the hazard of its class (how
+// often it was used) at that age. The value of keeping it is the Gittins index of that chance
+// (Gittins and Jones 1974; for caches, the reasoning of hit density in Beckmann et al., LHD, NSDI
+// 2018):
 //
 //   value(age) = the highest, over all times L, of
 //                P(used again within L) / E[time until it is used or L has passed]

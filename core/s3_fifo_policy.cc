@@ -31,17 +31,13 @@ void S3FifoPolicy::leaving(CacheSlot slot, Departure how) {
 }
 
 // Each turn lowers a counter, moves a block to the main queue or passes over a held one, so there
-// are at most kCountMax + 2 for each block. A small queue of held blocks only has no turn.
+// are at most kCountMax + 2 for each block. Where held blocks keep a queue's turn, the other one
+// gives.
 CacheSlot S3FifoPolicy::victim() {
-  std::int64_t passed = 0;  // held blocks of the small queue
   for (std::int64_t turns = (kCountMax + 2) * (small_.size() + main_.size()); turns > 0; --turns) {
-    const bool small_gives = passed < small_.size();
-    const bool from_small = small_gives && (small_.size() >= small_size_ || main_.empty());
+    const bool from_small = !small_.empty() && (small_.size() >= small_size_ || main_.empty());
     CacheList& queue = from_small ? small_ : main_;
     const CacheSlot slot = queue.first();
-    if (slot == kNoSlot) {
-      break;
-    }
     if (offered_[slot] && count_[slot] <= (from_small ? 1 : 0)) {
       return slot;
     }
@@ -50,10 +46,16 @@ CacheSlot S3FifoPolicy::victim() {
       count_[slot] = 0;
       main_.push_last(slot);
     } else {
-      passed += from_small ? 1 : 0;
-      count_[slot] = static_cast<std::uint8_t>(
-          from_small ? count_[slot] : std::max(0, count_[slot] - 1));
+      count_[slot] =
+          static_cast<std::uint8_t>(from_small ? count_[slot] : std::max(0, count_[slot] - 1));
       queue.push_last(slot);
+    }
+  }
+  for (const CacheList* queue : {&small_, &main_}) {
+    for (CacheSlot slot = queue->first(); slot != kNoSlot; slot = blocks_[slot].next) {
+      if (offered_[slot]) {
+        return slot;
+      }
     }
   }
   return kNoSlot;

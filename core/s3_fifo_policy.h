@@ -33,7 +33,7 @@ class S3FifoPolicy : public EvictionPolicy {
   const std::int64_t small_size_;  // from which on the small queue gives
   CacheList small_;                // the oldest first
   CacheList main_;
-  EvictionMemory evicted_;          // from the small queue
+  EvictionMemory evicted_;           // from the small queue
   std::vector<std::uint8_t> count_;  // uses since it came into its queue, at most kCountMax
   std::vector<bool> offered_;
 };

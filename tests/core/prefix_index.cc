@@ -68,7 +68,8 @@ TEST_CASE("a block is found by its tokens, behind its parent, in its scope") {
   CHECK(index.index.find(kRoot, kAnna, Tokens{1, 2, 3, 4}) == first);
   CHECK(index.index.block_of(first) == BlockId{10});
   CHECK(index.index.find(first, kAnna, Tokens{5, 6, 7, 8}) == second);
-  for (const Tokens& other : {Tokens{1, 2, 3, 5}, Tokens{1, 2, 3}, Tokens{1, 2, 3, 4, 0}, Tokens{}}) {
+  for (const Tokens& other :
+       {Tokens{1, 2, 3, 5}, Tokens{1, 2, 3}, Tokens{1, 2, 3, 4, 0}, Tokens{}}) {
     CHECK_FALSE(index.index.find(kRoot, kAnna, other).has_value());
   }
   CHECK_FALSE(index.index.find(kRoot, kAnna, Tokens{5, 6, 7, 8}).has_value());
@@ -163,7 +164,8 @@ TEST_CASE("a place that is never filled is forgotten") {
 }
 
 TEST_CASE("purging a scope leaves nothing of it, nor below it") {
-  // If this fails, a tenant that was told its data is gone is still answered from it, or others are.
+  // If this fails, a tenant that was told its data is gone is still answered from it, or others
+  // are.
   Index index;
   const PrefixNode shared = index.cached(kRoot, kTeam, {1, 1, 1, 1}, 0);
   index.index.pin(shared);

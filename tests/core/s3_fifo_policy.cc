@@ -41,7 +41,7 @@ TEST_CASE("what came once goes before what was used, and what returns is kept") 
   cache.policy.used(0, ++cache.now);
   CHECK(cache.evict() == 1);  // 0 moves to the main queue
   CHECK(cache.evict() == 2);
-  cache.enter(1, 101);        // remembered: it enters the main queue
+  cache.enter(1, 101);  // remembered: it enters the main queue
   cache.enter(2, 999);
   CHECK(cache.evict() == 3);
   CHECK(cache.evict() == 2);
