@@ -64,6 +64,12 @@ using TenantId = Id<struct TenantIdTag, std::uint32_t>;
 using RequestAccount = Id<struct RequestAccountTag, std::uint32_t>;
 // One row of the block tables.
 using TableRow = Id<struct TableRowTag, std::uint32_t>;
+// Who may reuse a prefix; interned by the service. A scope that several tenants may begin their own
+// prompts with has the highest bit set.
+using ScopeId = Id<struct ScopeIdTag, std::uint32_t>;
+constexpr bool is_shared(ScopeId scope) noexcept {
+  return scope.value() >> 31 != 0;
+}
 // One step of the model, from 1.
 using StepId = Id<struct StepIdTag, std::uint64_t>;
 

@@ -20,6 +20,7 @@ void bind_engine(pybind11::module_& module);
 void bind_kv_memory(pybind11::module_& module);
 void bind_cpu_kernels(pybind11::module_& module);
 void bind_machine(pybind11::module_& module);
+void bind_prefix_index(pybind11::module_& module);
 
 // A contiguous array of exactly this dtype.
 template <class T>

@@ -9,4 +9,5 @@ PYBIND11_MODULE(_core, module) {
   kvledger::bindings::bind_kv_memory(module);
   kvledger::bindings::bind_engine(module);
   kvledger::bindings::bind_cpu_kernels(module);
+  kvledger::bindings::bind_prefix_index(module);
 }

@@ -1,0 +1,12 @@
+#include "core/lru_policy.h"
+
+namespace kvledger {
+
+void LruPolicy::used(CacheSlot slot, std::uint64_t) {
+  if (order_.has(slot)) {
+    order_.remove(slot);
+    order_.push_last(slot);
+  }
+}
+
+}  // namespace kvledger

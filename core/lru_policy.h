@@ -1,0 +1,26 @@
+// The block that was used longest ago goes first. The reference that other policies are held
+// against; a request's blocks are used the last one first, so its tail goes before its beginning.
+
+#pragma once
+
+#include "core/eviction_policy.h"
+
+namespace kvledger {
+
+class LruPolicy : public EvictionPolicy {
+ public:
+  explicit LruPolicy(CachedBlocks& blocks) : order_(blocks, 1) {}
+
+  bool takes_leaves_only() const noexcept override { return false; }
+  void entered(CacheSlot, std::uint64_t) override {}
+  void used(CacheSlot slot, std::uint64_t now) override;
+  void offered(CacheSlot slot) override { order_.push_last(slot); }
+  void withdrawn(CacheSlot slot) override { order_.remove(slot); }
+  void leaving(CacheSlot, Departure) override {}
+  CacheSlot victim() override { return order_.first(); }
+
+ private:
+  CacheList order_;  // the oldest first
+};
+
+}  // namespace kvledger

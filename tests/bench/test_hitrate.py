@@ -1,0 +1,62 @@
+"""The hit rates that are printed are those of the policies, and the default one is worth having."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import pytest
+
+from bench.hitrate import POLICIES, Request, belady_share, chats, hit_share
+
+REQUESTS = chats(1500, 3)
+
+
+def plain_lru_share(capacity: int, requests: Sequence[Request]) -> float:
+    """LRU as simple as it can be."""
+    cache: OrderedDict[tuple[int, int], None] = OrderedDict()
+    hits = 0
+    for scope, blocks in requests:
+        unbroken = True
+        for block in blocks:
+            unbroken = unbroken and (scope, block) in cache
+            hits += unbroken
+        for block in reversed(blocks):
+            cache.pop((scope, block), None)
+            while len(cache) >= capacity:
+                cache.popitem(last=False)
+            cache[scope, block] = None
+    return hits / sum(len(blocks) for _, blocks in requests)
+
+
+@pytest.mark.parametrize("capacity", [100, 700, 4000])
+def test_lru_of_the_index_is_lru(capacity: int) -> None:
+    """What the default policy is held against would be something else."""
+    assert hit_share("lru", capacity, REQUESTS) == plain_lru_share(capacity, REQUESTS)
+
+
+@pytest.mark.parametrize("capacity", [100, 700, 4000])
+def test_nobody_beats_who_knows_the_future(capacity: int) -> None:
+    """A bound that is none would make every policy look bad, or all of them good."""
+    best = belady_share(capacity, REQUESTS)
+    assert all(hit_share(policy, capacity, REQUESTS) <= best for policy in POLICIES)
+
+
+def test_everything_is_found_again_where_all_fits() -> None:
+    """A cache that loses blocks without need would look like a small one."""
+    blocks = {(scope, block) for scope, blocks in REQUESTS for block in blocks}
+    asked = sum(len(blocks) for _, blocks in REQUESTS)
+    for policy in POLICIES:
+        assert hit_share(policy, len(blocks), REQUESTS) == 1 - len(blocks) / asked
+
+
+def test_the_default_policy_is_worth_having() -> None:
+    """It would be more code than LRU for nothing."""
+    assert hit_share("reuse", 700, REQUESTS) > 1.3 * hit_share("lru", 700, REQUESTS)
+
+
+def test_scopes_share_nothing() -> None:
+    """A tenant's blocks would count as found where another one had put them."""
+    requests: list[Request] = [(tenant, range(20)) for tenant in (1, 2, 3)]
+    assert all(hit_share(policy, 100, requests) == 0 for policy in POLICIES)
+    assert belady_share(100, requests) == 0

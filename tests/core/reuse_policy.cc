@@ -1,0 +1,109 @@
+#include "core/reuse_policy.h"
+
+#include "tests/check_throws.h"
+
+using namespace kvledger;
+
+namespace {
+
+struct Cache {
+  explicit Cache(std::size_t size)
+      : blocks(size), policy(blocks, static_cast<std::int64_t>(size)) {}
+
+  void enter(CacheSlot slot, std::uint64_t path) {
+    blocks[slot].path = path;
+    policy.entered(slot, ++now);
+    policy.offered(slot);
+  }
+  CacheSlot evict() {
+    const CacheSlot slot = policy.victim();
+    if (slot != kNoSlot) {
+      policy.withdrawn(slot);
+      policy.leaving(slot, Departure::kEvicted);
+    }
+    return slot;
+  }
+
+  CachedBlocks blocks;
+  ReusePolicy policy;
+  std::uint64_t now = 0;
+};
+
+}  // namespace
+
+TEST_CASE("before anything was learnt the oldest of those used least goes first") {
+  // If this fails, a server that has just started keeps what nobody needs.
+  Cache cache(4);
+  for (CacheSlot slot = 0; slot < 4; ++slot) {
+    cache.enter(slot, 100 + slot);
+    cache.now += 10;
+  }
+  cache.policy.used(0, ++cache.now);
+  CHECK(cache.evict() == 1);
+  CHECK(cache.evict() == 2);
+  cache.policy.withdrawn(3);
+  CHECK(cache.evict() == 0);
+  CHECK(cache.evict() == kNoSlot);
+  cache.policy.offered(3);
+  CHECK(cache.evict() == 3);
+  CHECK(cache.policy.takes_leaves_only());
+}
+
+TEST_CASE("a block that returns counts as used before, unless it was purged") {
+  // If this fails, what returns again and again is always the first to go.
+  Cache cache(4);
+  cache.enter(0, 100);
+  REQUIRE(cache.evict() == 0);
+  cache.enter(0, 100);
+  CHECK(cache.blocks[0].uses == 2);
+  cache.policy.withdrawn(0);
+  cache.policy.leaving(0, Departure::kPurged);
+  cache.enter(0, 100);
+  CHECK(cache.blocks[0].uses == 1);
+}
+
+TEST_CASE("what comes back after a pause is kept for it, what passes once is not") {
+  // If this fails, a flood of prompts that come once washes the conversations out.
+  constexpr CacheSlot kSize = 100;
+  Cache cache(kSize);
+  std::vector<CacheSlot> free;
+  for (CacheSlot slot = 0; slot < kSize; ++slot) {
+    free.push_back(slot);
+  }
+  std::vector<CacheSlot> where(50, kNoSlot);  // of 50 conversations' blocks
+  std::uint64_t once = 1000;
+  int hits = 0;
+  int turns = 0;
+  const auto room = [&] {
+    if (free.empty()) {
+      const CacheSlot slot = cache.evict();
+      REQUIRE(slot != kNoSlot);
+      const std::uint64_t path = cache.blocks[slot].path;
+      if (path < where.size()) {
+        where[path] = kNoSlot;
+      }
+      free.push_back(slot);
+    }
+    const CacheSlot slot = free.back();
+    free.pop_back();
+    return slot;
+  };
+  // Each conversation has a turn every 50 x 5 uses: with LRU none would ever hit.
+  for (int round = 0; round < 200; ++round) {
+    for (std::uint64_t talk = 0; talk < where.size(); ++talk) {
+      for (int i = 0; i < 4; ++i) {
+        cache.enter(room(), once++);
+      }
+      const bool hit = where[talk] != kNoSlot;
+      turns += round >= 100 ? 1 : 0;
+      hits += round >= 100 && hit ? 1 : 0;
+      if (hit) {
+        cache.policy.used(where[talk], ++cache.now);
+      } else {
+        where[talk] = room();
+        cache.enter(where[talk], talk);
+      }
+    }
+  }
+  CHECK(hits > turns * 9 / 10);
+}
