@@ -2,14 +2,14 @@
 
     python -m bench.hitrate [--trace FILE.jsonl] [--capacities 1000 3000] [--policies reuse lru]
 
-Every request is walked through the core's own index, block by block: a block is a hit when it and all
-before it are there. Then the request's blocks are used or put in, and where there is no room the
-policy says what goes. Two workloads:
+Every request is walked through the core's own index, block by block: a block is a hit when it and
+all before it are there. Then the request's blocks are used or put in, and where there is no room
+the policy says what goes. Two workloads:
 
-  trace   requests of a file of Mooncake's form: a JSON object a line with `hash_ids`, each standing
-          for one full block; in file order, time ignored
-  chats   conversations of many tenants, made from a seed: turns of drawn lengths after drawn pauses,
-          system prompts of each tenant's own, and many that come once
+  trace   requests of a file of Mooncake's form: a JSON object a line with `hash_ids`, each one
+          standing for one full block; in file order, time ignored
+  chats   conversations of many tenants, made from a seed: turns of drawn lengths after drawn
+          pauses, system prompts of each tenant's own, and many that come once
 
 LRU and S3-FIFO are played by their papers' rules, without regard for what the request itself needs;
 they are what the trace's published figures were computed with. Belady's policy knows the future:
@@ -133,7 +133,7 @@ class Cache:
         return self._index.evict() is not None
 
     def _take_in(self, path: list[_core.PrefixNode], hits: int) -> None:
-        """As the server does it: what a request uses stays while it runs, its tail is the oldest."""
+        """As a server does it: what a request uses stays while it runs, its tail is the oldest."""
         for node in reversed(path[:hits]):
             self._index.use(node)
         for node in path[hits:]:

@@ -435,8 +435,8 @@ TEST_CASE("a step is kept short while somebody decodes, and long when nobody doe
 }
 
 TEST_CASE("a server that always has prompts finds out how much of them its steps can take") {
-  // If this fails, a server that starts under load takes prompts a few tokens at a time for as long as
-  // the load lasts.
+  // If this fails, a server that starts under load takes prompts a few tokens at a time for as long
+  // as the load lasts.
   EngineSettings settings = engine_of(2000, 16, 512, 8);
   settings.scheduler.step_stretch = 3000;
   EngineDriver driver(settings);

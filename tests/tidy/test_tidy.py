@@ -127,6 +127,7 @@ def test_every_core_header_has_its_test() -> None:
     tested = {path.stem for path in files(".cc", under="tests/")}
     aliases = {
         "kernels": "kv_kernels",  # the interface; its implementation is tested
+        "eviction_policy": "prefix_index",  # the interface; each policy has its test too
         "packed_weight": "linear",
         "weight_format": "linear",
         "row_kernels": "rows",
