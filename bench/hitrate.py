@@ -62,7 +62,7 @@ def chats(requests: int, seed: int) -> list[Request]:
     now = 0.0
     while len(made) < requests:
         now += chance.expovariate(1.0)
-        while due and due[0][0] <= now and len(made) < requests:
+        while due and due[0][0] <= now:
             _, _, tenant, blocks = heapq.heappop(due)
             _turn(chance, due, made, now, tenant, blocks + new_blocks(chance.randint(1, 8)))
         tenant = min(int(chance.expovariate(0.15)), tenants - 1)
@@ -71,7 +71,7 @@ def chats(requests: int, seed: int) -> list[Request]:
         else:
             begun = systems[tenant] + new_blocks(chance.randint(1, 20))
             _turn(chance, due, made, now, tenant, begun)
-    return made
+    return made[:requests]
 
 
 def _turn(
@@ -160,7 +160,10 @@ class Cache:
 
 
 def hit_share(policy: str, capacity: int, requests: Sequence[Request]) -> float:
-    """Hits over blocks asked for."""
+    """Hits over blocks asked for. Raises ValueError if the longest request does not fit."""
+    longest = max(len(blocks) for _, blocks in requests)
+    if capacity < longest:
+        raise ValueError(f"a capacity of {capacity} blocks is less than a request of {longest}")
     cache = Cache(policy, capacity)
     hits = sum(cache.play(request) for request in requests)
     cache.check()
@@ -215,7 +218,11 @@ def main() -> None:
         blocks = sum(len(each) for _, each in requests)
         print(f"{name}: {len(requests)} requests, {blocks} blocks\n")
         print(f"{'capacity':>10}  {'Belady':>8}", *(f"{policy:>8}" for policy in options.policies))
+        longest = max(len(each) for _, each in requests)
         for capacity in options.capacities:
+            if capacity < longest:
+                print(f"{capacity:10}  left out: the longest request has {longest} blocks")
+                continue
             best = belady_share(capacity, requests)
             shares = [hit_share(policy, capacity, requests) for policy in options.policies]
             told = (f"{share:8.4f} ({share / best:4.0%})" for share in shares)

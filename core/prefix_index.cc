@@ -8,6 +8,8 @@
 namespace kvledger {
 namespace {
 
+constexpr std::int64_t kBlockTokensMax = 4096;
+
 // Odd constants with bits everywhere, apart from each other.
 constexpr std::uint64_t kTokenFactor = 0x9e3779b97f4a7c15;
 constexpr std::uint64_t kScopeFactor = 0xd1b54a32d192ed03;
@@ -32,6 +34,7 @@ PrefixIndex::PrefixIndex(const PrefixIndexSettings& settings, const MakePolicy& 
   KVL_CHECK_GT(settings.nodes, 0);
   KVL_CHECK_LT(settings.nodes, std::int64_t{kNoSlot});
   KVL_CHECK_GT(settings.block_tokens, 0);
+  KVL_CHECK_LE(settings.block_tokens, kBlockTokensMax);
   const auto count = static_cast<std::size_t>(settings.nodes);
   blocks_.resize(count);
   nodes_.resize(count);
@@ -125,6 +128,7 @@ std::optional<PrefixNode> PrefixIndex::place(PrefixNode parent, ScopeId scope,
   if (free_.empty()) {
     return std::nullopt;
   }
+  first_of_scope_.try_emplace(scope, kNoSlot);  // where memory ends, nothing has changed yet
   const CacheSlot slot = free_.back();
   free_.pop_back();
   Node& node = nodes_[slot];
@@ -157,7 +161,7 @@ void PrefixIndex::link(CacheSlot slot) {
   }
   eldest = slot;
 
-  CacheSlot& of_scope = first_of_scope_.try_emplace(node.scope, kNoSlot).first->second;
+  CacheSlot& of_scope = first_of_scope_.at(node.scope);
   node.next_of_scope = of_scope;
   if (of_scope != kNoSlot) {
     nodes_[of_scope].previous_of_scope = slot;
@@ -291,13 +295,22 @@ void PrefixIndex::forget(CacheSlot slot) {
   --nodes_in_use_;
 }
 
-// Children go before their parents, so that no link leads to a node that is gone.
 void PrefixIndex::purge(ScopeId scope, std::vector<BlockId>& freed, std::vector<BlockId>& pinned) {
   for (auto found = first_of_scope_.find(scope); found != first_of_scope_.end();
        found = first_of_scope_.find(scope)) {
-    CacheSlot slot = found->second;
-    while (nodes_[slot].first_child != kNoSlot) {
+    purge_from(found->second, freed, pinned);
+  }
+}
+
+// Children go before their parents, so that no link leads to a node that is gone; each node is come
+// to from its parent once.
+void PrefixIndex::purge_from(CacheSlot top, std::vector<BlockId>& freed,
+                             std::vector<BlockId>& pinned) {
+  const CacheSlot above = nodes_[top].parent;
+  for (CacheSlot slot = top; slot != above;) {
+    if (nodes_[slot].first_child != kNoSlot) {
       slot = nodes_[slot].first_child;
+      continue;
     }
     const CacheSlot parent = nodes_[slot].parent;
     if (nodes_[slot].is_filled) {
@@ -306,10 +319,11 @@ void PrefixIndex::purge(ScopeId scope, std::vector<BlockId>& freed, std::vector<
       empty(slot, Departure::kPurged);
     }
     forget(slot);
-    if (parent != kNoSlot) {
-      offer_if_possible(parent);
-      forget_if_useless(parent);
-    }
+    slot = parent;
+  }
+  if (above != kNoSlot) {
+    offer_if_possible(above);
+    forget_if_useless(above);
   }
 }
 

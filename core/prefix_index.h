@@ -19,8 +19,8 @@
 // the others goes is the policy's choice (eviction_policy.h).
 //
 // find() is O(tokens), everything else O(tokens or 1), evict() amortized over what was offered;
-// purge() is O(nodes purged). Nothing allocates after construction but purge's answer. One thread
-// at a time.
+// purge() is O(nodes purged). What allocates is the first node of a scope, before anything is
+// changed, and purge's answer. One thread at a time.
 
 #pragma once
 
@@ -94,11 +94,13 @@ class PrefixIndex {
   std::optional<BlockId> evict();
 
   // Takes out every node of a scope, and all that hangs below them. Blocks that nobody has pinned
-  // are appended to `freed`, the others to `pinned`: they belong to who pinned them alone. A pin on
-  // such a node is ended by this.
+  // are appended to `freed`, the others to `pinned`: they belong to those who pinned them alone.
+  // From then on nobody knows such a node: who has pinned one asks knows() before anything but
+  // unpin(), which takes it.
   void purge(ScopeId scope, std::vector<BlockId>& freed, std::vector<BlockId>& pinned);
 
   bool knows(PrefixNode node) const noexcept;
+  std::int64_t pins(PrefixNode node) const { return at(node).pins; }
   // Whether place() may be asked for a child of a node in a scope.
   bool may_place(PrefixNode parent, ScopeId scope) const noexcept;
   std::int64_t block_tokens() const noexcept { return settings_.block_tokens; }
@@ -148,6 +150,8 @@ class PrefixIndex {
   void forget_if_useless(CacheSlot slot);
   void forget(CacheSlot slot);
   BlockId empty(CacheSlot slot, Departure how);
+  // Forgets a node and all below it.
+  void purge_from(CacheSlot top, std::vector<BlockId>& freed, std::vector<BlockId>& pinned);
   std::optional<std::string> audit_node(CacheSlot slot) const;
 
   const PrefixIndexSettings settings_;

@@ -55,8 +55,8 @@ void ReusePolicy::used(CacheSlot slot, std::uint64_t now) {
   }
 }
 
-// A block that becomes a leaf late is older than those offered meanwhile: it goes to the end of
-// the order that it is nearer to.
+// A block that becomes a leaf late may be older than those offered meanwhile. Only the ends of the
+// order are looked at: it goes to the old one if it is older than all, else to the new one.
 void ReusePolicy::offered(CacheSlot slot) {
   CacheList& list = list_of(slot);
   if (!list.empty() && blocks_[slot].used_at <= blocks_[list.first()].used_at) {

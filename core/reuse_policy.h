@@ -1,11 +1,12 @@
 // The block that is worth least goes first, by what was learnt about uses (reuse_model.h). The
 // default policy.
 //
-// Blocks are kept in classes by how often they were used, each in the order of their last use.
-// Within a class a block's value rises and then falls with its age, so the least valuable one is
-// the oldest or the newest: a victim is found by looking at both ends of each class. Evicted blocks
-// are remembered, so that the model learns from what came back too late, and so that a block that
-// returns counts as what it is. Only leaves go: what hangs below a block would be lost with it.
+// Blocks are kept in classes by how often they were used, each about in the order of their last
+// use. Where a class's blocks mostly come back after one pause, their value rises and then falls
+// with age, so the least valuable one is the oldest or the newest: a victim is found by looking at
+// both ends of each class. Evicted blocks are remembered, so that the model learns from what came
+// back too late, and so that a block that returns counts as what it is. Only leaves go: what hangs
+// below a block would be lost with it.
 
 #pragma once
 

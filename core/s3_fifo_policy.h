@@ -2,7 +2,8 @@
 // queue takes what is new, a main queue what was used again, and a list of those evicted from the
 // small one lets what returns enter the main one. A reference beside the default policy.
 //
-// Held blocks keep their places; a queue's turn passes over them.
+// A queue's turn passes over held blocks, and they begin anew behind the others. Where a queue
+// holds nothing else, that costs as many turns as it has blocks.
 
 #pragma once
 

@@ -252,8 +252,8 @@ Scheduler::Candidate Scheduler::candidate(Sequence& waiting) noexcept {
 }
 
 // Prompt tokens for which the step has time, at most `budget`. Where a step is limited, those who
-// decode wait no longer for a prompt than the limit says. Now and then none have: a limit that is a
-// multiple of decoding alone needs to know how long that takes.
+// decode wait no longer for a prompt than the limit says. Now and then none have: what is left for
+// them is told by how long decoding alone takes, and that has to be known.
 std::int64_t Scheduler::prefill_room(std::int64_t budget) const {
   const bool limited = settings_.step_time_max > 0 || settings_.step_stretch > 0;
   if (!limited || decode_chunks_ == 0 || candidates_.empty()) {

@@ -42,7 +42,7 @@ std::unique_ptr<PrefixIndex> make_index(const std::string& policy, std::int64_t 
                                         std::uint64_t seed) {
   require(capacity > 0 && nodes >= capacity && nodes < (std::int64_t{1} << 31),
           "capacity and nodes must be positive, nodes at least capacity and below 2^31");
-  require(block_tokens > 0, "block_tokens must be positive");
+  require(block_tokens > 0 && block_tokens <= 4096, "block_tokens must be from 1 to 4096");
   const PrefixIndexSettings settings{.nodes = nodes, .block_tokens = block_tokens, .seed = seed};
   return std::make_unique<PrefixIndex>(settings, policy_of(policy, capacity));
 }
@@ -86,7 +86,11 @@ void bind_prefix_index(py::module_& module) {
              return index.find(parent, ScopeId{scope}, span_of<Token>(tokens, kTokens));
            })
       .def("pin", [](PrefixIndex& index, PrefixNode node) { index.pin(known(index, node)); })
-      .def("unpin", &PrefixIndex::unpin)
+      .def("unpin",
+           [](PrefixIndex& index, PrefixNode node) {
+             require(!index.knows(node) || index.pins(node) > 0, "the node is not pinned");
+             index.unpin(node);
+           })
       .def("fill",
            [](PrefixIndex& index, PrefixNode node, std::uint32_t block) {
              require(!index.block_of(known(index, node)), "the node has a block already");

@@ -269,7 +269,8 @@ class Streams:
     def leave(self, first: int) -> None:
         """Counts a request that was told to end no longer among those that wait.
 
-        The next plan ends it before it admits anybody, so it takes nobody's turn.
+        The next plan ends it before it admits anybody, unless it came after the last one: then it
+        may take part in one step.
         """
         if first in self._waiting:
             self._waiting.discard(first)

@@ -55,6 +55,12 @@ def test_the_default_policy_is_worth_having() -> None:
     assert hit_share("reuse", 700, REQUESTS) > 1.3 * hit_share("lru", 700, REQUESTS)
 
 
+def test_a_cache_takes_the_longest_request() -> None:
+    """By the papers' rules a request would drop its own beginning, and be played wrongly."""
+    with pytest.raises(ValueError, match="a capacity of 19 blocks is less than a request of 20"):
+        hit_share("lru", 19, [(1, range(20))])
+
+
 def test_scopes_share_nothing() -> None:
     """A tenant's blocks would count as found where another one had put them."""
     requests: list[Request] = [(tenant, range(20)) for tenant in (1, 2, 3)]

@@ -258,7 +258,8 @@ class Comparison {
     } else if (kind < 97) {
       evict();
     } else {
-      purge(ScopeId{static_cast<std::uint32_t>(below(3))});
+      const std::uint64_t which = below(5);
+      purge(which < 3 ? ScopeId{static_cast<std::uint32_t>(which)} : which == 3 ? kTeam : kPublic);
     }
   }
 
@@ -275,7 +276,7 @@ class Comparison {
     const bool may_share = path.empty() || is_shared(path.back().first);
     ScopeId scope{static_cast<std::uint32_t>(below(3))};
     if (may_share && below(2) == 0) {
-      scope = path.empty() ? kTeam : path.back().first;
+      scope = !path.empty() ? path.back().first : below(2) == 0 ? kTeam : kPublic;
     } else if (!may_share) {
       scope = path.back().first;
     }
@@ -361,6 +362,9 @@ class Comparison {
         ++at;
         continue;
       }
+      if (at->second.pins > 0) {
+        gone_.push_back(at->second.node);
+      }
       if (at->second.block) {
         (at->second.pins > 0 ? expected_pinned : expected_freed).insert(*at->second.block);
       }
@@ -373,6 +377,11 @@ class Comparison {
     }
     REQUIRE(std::set(freed.begin(), freed.end()) == expected_freed);
     REQUIRE(std::set(pinned.begin(), pinned.end()) == expected_pinned);
+    for (const PrefixNode node : gone_) {
+      REQUIRE_FALSE(index_.knows(node));
+      index_.unpin(node);  // its sequence does not know yet
+    }
+    gone_.clear();
     REQUIRE(freed.size() == expected_freed.size());
     REQUIRE(pinned.size() == expected_pinned.size());
   }
@@ -381,6 +390,7 @@ class Comparison {
   PrefixIndex index_;
   Model model_;
   std::set<std::uint64_t> serials_;
+  std::vector<PrefixNode> gone_;  // purged while they were pinned
   std::uint32_t next_block_ = 0;
 };
 

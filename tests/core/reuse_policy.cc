@@ -1,33 +1,13 @@
 #include "core/reuse_policy.h"
 
 #include "tests/check_throws.h"
+#include "tests/core/policy_cache.h"
 
 using namespace kvledger;
 
 namespace {
 
-struct Cache {
-  explicit Cache(std::size_t size)
-      : blocks(size), policy(blocks, static_cast<std::int64_t>(size)) {}
-
-  void enter(CacheSlot slot, std::uint64_t path) {
-    blocks[slot].path = path;
-    policy.entered(slot, ++now);
-    policy.offered(slot);
-  }
-  CacheSlot evict() {
-    const CacheSlot slot = policy.victim();
-    if (slot != kNoSlot) {
-      policy.withdrawn(slot);
-      policy.leaving(slot, Departure::kEvicted);
-    }
-    return slot;
-  }
-
-  CachedBlocks blocks;
-  ReusePolicy policy;
-  std::uint64_t now = 0;
-};
+using Cache = testing::PolicyCache<ReusePolicy>;
 
 }  // namespace
 

@@ -1,39 +1,20 @@
 #include "core/s3_fifo_policy.h"
 
 #include "tests/check_throws.h"
+#include "tests/core/policy_cache.h"
 
 using namespace kvledger;
 
 namespace {
 
-// A cache of ten blocks, the small queue one of them.
-struct Cache {
-  Cache() : blocks(10), policy(blocks, 10) {}
-
-  void enter(CacheSlot slot, std::uint64_t path) {
-    blocks[slot].path = path;
-    policy.entered(slot, ++now);
-    policy.offered(slot);
-  }
-  CacheSlot evict() {
-    const CacheSlot slot = policy.victim();
-    if (slot != kNoSlot) {
-      policy.withdrawn(slot);
-      policy.leaving(slot, Departure::kEvicted);
-    }
-    return slot;
-  }
-
-  CachedBlocks blocks;
-  S3FifoPolicy policy;
-  std::uint64_t now = 0;
-};
+// Of ten blocks in these tests, the small queue is one.
+using Cache = testing::PolicyCache<S3FifoPolicy>;
 
 }  // namespace
 
 TEST_CASE("what came once goes before what was used, and what returns is kept") {
   // If this fails, the reference that the default policy is held against is none.
-  Cache cache;
+  Cache cache(10);
   for (CacheSlot slot = 0; slot < 4; ++slot) {
     cache.enter(slot, 100 + slot);
   }
@@ -52,7 +33,7 @@ TEST_CASE("what came once goes before what was used, and what returns is kept") 
 
 TEST_CASE("held blocks are passed over, and what is held cannot keep the others in") {
   // If this fails, a server whose small queue is held says that it has no memory.
-  Cache cache;
+  Cache cache(10);
   cache.enter(0, 100);
   cache.enter(1, 101);
   for (int i = 0; i < 2; ++i) {
@@ -65,9 +46,9 @@ TEST_CASE("held blocks are passed over, and what is held cannot keep the others 
   CHECK(cache.evict() == 0);
 }
 
-TEST_CASE("what was purged is not remembered") {
-  // If this fails, a tenant that returns after a purge is treated by what it did before.
-  Cache cache;
+TEST_CASE("what is in when it is purged is not remembered") {
+  // If this fails, a purge leaves traces of what it took.
+  Cache cache(10);
   cache.enter(0, 100);
   cache.policy.withdrawn(0);
   cache.policy.leaving(0, Departure::kPurged);

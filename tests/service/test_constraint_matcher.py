@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import random
 import re
+import weakref
 
 import pytest
 from constrained import PERSON, allowed, lark, ready, regex, require_person, schema, vocabulary
@@ -13,7 +16,12 @@ from hypothesis import strategies as st
 from llguidance import LLParserLimits
 from scripted_model import END_OF_TEXT, VOCABULARY
 
-from kvledger.constraints.matcher import ConstraintBroken, ConstraintState, compile_constraint
+from kvledger.constraints.matcher import (
+    Constraint,
+    ConstraintBroken,
+    ConstraintState,
+    compile_constraint,
+)
 from kvledger.constraints.refusal import ConstraintRefused
 from kvledger.constraints.source import ConstraintSource
 from kvledger.errors import ConstraintDeadEnd, ConstraintTooCostly
@@ -195,6 +203,28 @@ def test_what_leads_nowhere_leaves_nothing_and_says_so() -> None:
             "constraint.lark_grammar: leaves no token that could follow the first 3 of the output"
         )
     assert allowed(other, VOCABULARY) == {ord("a")}, "another sample goes on"
+
+
+def test_a_broken_constraint_gives_its_memory_back() -> None:
+    """Clients with grammars that lead nowhere would fill the room that all constraints share."""
+    constraint = ready(lark('start: "aaa" B\nB: /b.{3}/ & /c.{3}/\n'))
+    state = constraint.start()
+    repeat(state, ord("a"), 3)
+    assert allowed(state, VOCABULARY) == set()
+
+    def tell(constraint: Constraint) -> None:
+        assert constraint.broken is not None
+        raise constraint.broken
+
+    with contextlib.suppress(ConstraintDeadEnd):
+        tell(constraint)
+    gone = weakref.ref(constraint)
+    gc.disable()  # what is left in a ring of references stays until somebody looks for it
+    try:
+        del state, constraint
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_what_no_token_spells_leads_nowhere() -> None:

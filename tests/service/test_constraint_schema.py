@@ -55,7 +55,7 @@ def refusal(schema: Any) -> str:
 
 def test_an_ordinary_schema_is_taken_as_it_is() -> None:
     """What tools write would be refused, or something of it lost."""
-    expected = {key: value for key, value in ORDINARY.items() if key != "$schema"}
+    expected = {key: value for key, value in ORDINARY.items() if key not in ("$schema", "$id")}
     assert read_schema(json.dumps(ORDINARY)) == expected
     assert "$schema" in expected["properties"], "a property of that name is none"
 
@@ -73,7 +73,7 @@ def test_an_ordinary_schema_is_taken_as_it_is() -> None:
         ({"patternProperties": {CANARY: {"Type": 1}}}, "patternProperties[0], "),
         ({"anyOf": [{}, {"allOf": [{"oneOf": [{"a": 1}]}]}]}, "anyOf[1].allOf[0].oneOf[0], "),
         ({"prefixItems": [{}, {"a": 1}]}, "prefixItems[1], "),
-        ({"additionalItems": {"a": 1}}, "additionalItems, "),
+        ({"items": [], "additionalItems": {"a": 1}}, "additionalItems, "),
         ({"additionalProperties": {"a": 1}}, "additionalProperties, "),
         ({"properties": {"a": {"Type": 1}}, "b": 1}, "the schema itself, counted from 0, number 1"),
         ({"properties": {"a": {"x": 1}, "b": {"x": 1}}}, "properties[0], "),
@@ -126,13 +126,46 @@ def test_older_drafts_keep_what_they_say() -> None:
     "reference",
     [
         *("#/", "#/a", "#/items/0", "#/enum/9", "#/enum/99999999999999999999", "#/enum/x"),
-        *("#", "x", "#/enum/\u00b2", "#/%", "#/~", 5, None),
+        *("#", "#/enum/\u00b2", "#/%", "#/~", None),
     ],
 )
 def test_references_that_lead_nowhere_are_left_to_the_library(reference: Any) -> None:
     """Looking for what is not there would end the process."""
     schema = {"$ref": reference, "items": {}, "enum": [1]}
     assert read_schema(json.dumps(schema)) == schema
+
+
+@pytest.mark.parametrize("reference", ["x", "http://a.b/c#/x-q", "#here", "", 5])
+def test_references_to_elsewhere_are_refused(reference: Any) -> None:
+    """What lies there would not be looked at, and followed or not as the library likes."""
+    said = refusal({"properties": {CANARY: {"$ref": reference}}})
+    place = "properties[0]: it must begin with #/"
+    assert said == f"uses a reference that is not supported in {place}"
+
+
+def test_a_schema_has_no_identity_of_its_own() -> None:
+    """References inside of it would be looked for in it, and what they find not be looked at."""
+    schema = {"properties": {"a": {"$id": "http://a.b/c", "$ref": "#/x-q"}}, "x-q": {"Type": 1}}
+    assert "properties[0].$ref, " in refusal(schema)
+    inner = {"id": "http://a.b/c", "x-q": {"Type": 1}}
+    assert read_schema(json.dumps({"items": inner})) == {"items": {"x-q": {"Type": 1}}}
+
+
+def test_values_that_are_referred_to_stay_what_they_are() -> None:
+    """A client would get another constant than the one it wrote."""
+    said = refusal({"const": {"$schema": "x"}, "properties": {"p": {"$ref": "#/const"}}})
+    assert said == "has $schema in properties[0].$ref, where only a reference finds it"
+
+
+def test_of_two_ways_to_write_items_none_is_passed_over() -> None:
+    """The library follows one of them, and admits what the other rules out."""
+    both = {"items": [{"type": "null"}], "prefixItems": [{"type": "string"}]}
+    assert refusal(both) == "has prefixItems beside a list of items in the schema itself"
+    assert refusal({"prefixItems": [{}], "additionalItems": False}).startswith(
+        "has additionalItems without a list of items in the schema itself; "
+    )
+    tuple_of_old = {"items": [{"type": "integer"}], "additionalItems": False}
+    assert read_schema(json.dumps(tuple_of_old)) == tuple_of_old
 
 
 def test_references_in_a_circle_end() -> None:

@@ -152,6 +152,13 @@ async def test_calls_that_grpc_drops_are_counted(monkeypatch: pytest.MonkeyPatch
         taken = server.server._front._calls.taken_count - 4
         assert 1 <= taken < 25
         assert (await scraped(server))["kvledger_calls_not_taken"] == 50 - taken
+        # A listener that broke is replaced, and gRPC forgets what came to it.
+        listener = server.server._front.clients
+        before = listener.calls_come
+        await listener._replace()
+        await server.until(lambda: not listener._retired)
+        assert listener.calls_come >= before >= 54
+        assert (await scraped(server))["kvledger_calls_not_taken"] == 50 - taken
 
 
 async def test_they_are_nowhere_unless_asked_for() -> None:

@@ -444,6 +444,8 @@ void Model::check_prefill_room(const StepPlanView& plan) const {
   }
   if (since_decode_ >= kDecodeNews) {
     expect_equal("prompt tokens before decoding alone is known", step_prefills_, 0);
+    expect(plan.header.prefill_room == 0 || plan.header.prefill_room == left,
+           "room for prompts before decoding alone is known");  // all that is left if none waits
     return;
   }
   expect(plan.header.prefill_room <= left, "more room for prompts than the token budget leaves");

@@ -94,7 +94,7 @@ struct Rows {
 // Which of the tile's dimensions a chain of multiply-adds takes.
 enum class Dimensions { kEven, kOdd, kBoth };
 
-// sum[r] += q[r] . K over even or odd dimensions, or even_sum and odd_sum over theirs.
+// even_sum[r] += q[r] . K over even dimensions, odd_sum[r] over odd ones, or only one of them.
 template <class Element, int kRows, bool kWhole, Dimensions kWhich>
 KVL_INLINE void add_products(const Tile& tile, const float* queries, int head_dim,
                              F32 (&even_sum)[kRows], F32 (&odd_sum)[kRows]) {

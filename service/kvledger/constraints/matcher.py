@@ -96,8 +96,7 @@ class ConstraintState:
 
     def _lose(self, why: type[ConstraintDeadEnd] | type[ConstraintTooCostly]) -> None:
         self._is_lost = True
-        if self._constraint.broken is None:
-            self._constraint.broken = why(self._constraint.field, self._tokens)
+        self._constraint.note_loss(why, self._tokens)
 
 
 class Constraint:
@@ -106,9 +105,27 @@ class Constraint:
     def __init__(self, matcher: llguidance.LLMatcher, field: str) -> None:
         """`field` is its path in a request."""
         self._matcher = matcher
-        self.field = field
-        # Why a sequence of its request has no token left; set by the thread that fills masks.
-        self.broken: InvalidRequest | None = None
+        self._field = field
+        self._loss: tuple[type[ConstraintDeadEnd] | type[ConstraintTooCostly], int] | None = None
+
+    @property
+    def broken(self) -> InvalidRequest | None:
+        """Why a sequence of its request has no token left, the first one that had none.
+
+        Made anew each time: an exception that was raised leads to all that its raiser knew, and
+        kept here it would keep the grammar's memory.
+        """
+        if self._loss is None:
+            return None
+        why, tokens = self._loss
+        return why(self._field, tokens)
+
+    def note_loss(
+        self, why: type[ConstraintDeadEnd] | type[ConstraintTooCostly], tokens: int
+    ) -> None:
+        """Learns that a sequence has no token left; called by the thread that fills masks."""
+        if self._loss is None:
+            self._loss = why, tokens
 
     def start(self) -> ConstraintState:
         """The state of a sequence that has said nothing yet."""

@@ -43,6 +43,10 @@ _SAY_NOTHING = frozenset(
     | {"discriminator", "example", "externalDocs", "xml"}
 )
 
+# Taken out: by an older draft llguidance would pass over what that draft does not have, and from an
+# identity of its own it would look for references elsewhere than here.
+_IDENTITIES = ("$schema", "$id", "id")
+
 # Those that somebody may mean, and that are not supported. Names from here may be told.
 _UNSUPPORTED = (
     *("not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems"),
@@ -86,10 +90,11 @@ def read_schema(text: str) -> dict[str, Any]:
         raise ConstraintRefused(_TOO_DEEP)
     if "x-guidance" in schema:
         raise ConstraintRefused("sets x-guidance, which belongs to the server")
-    for place, part in _schemas_in(schema):
+    for place, part in list(_schemas_in(schema)):
         _check_keywords(place, part)
-        # By an older draft llguidance would pass over what that draft does not have.
-        part.pop("$schema", None)
+        _check_arrays(place, part)
+        _check_reference(place, part)
+        _drop_identities(place, part)
     return schema
 
 
@@ -184,6 +189,47 @@ def _check_keywords(place: _Place, schema: dict[str, Any]) -> None:
         raise ConstraintRefused(
             f"has keywords that are none of JSON Schema's: of the keys of {_told(place)}, counted "
             f"from 0, number {numbers}; names of extensions begin with x-"
+        )
+
+
+def _drop_identities(place: _Place, schema: dict[str, Any]) -> None:
+    found = [keyword for keyword in _IDENTITIES if keyword in schema]
+    if found and _is_by_reference(place):
+        # It may be a value as well, which nobody may change.
+        raise ConstraintRefused(
+            f"has {', '.join(found)} in {_told(place)}, where only a reference finds it"
+        )
+    for keyword in found:
+        del schema[keyword]
+
+
+def _is_by_reference(place: _Place) -> bool:
+    while place is not None:
+        place, step = place
+        if step == "$ref":
+            return True
+    return False
+
+
+def _check_arrays(place: _Place, schema: dict[str, Any]) -> None:
+    """llguidance follows one of two ways to write what each item is, and passes over the other."""
+    items = schema.get("items")
+    if isinstance(items, list) and "prefixItems" in schema:
+        raise ConstraintRefused(f"has prefixItems beside a list of items in {_told(place)}")
+    if "additionalItems" in schema and not isinstance(items, list):
+        raise ConstraintRefused(
+            f"has additionalItems without a list of items in {_told(place)}; after prefixItems "
+            f"it is items that says what follows"
+        )
+
+
+def _check_reference(place: _Place, schema: dict[str, Any]) -> None:
+    reference = schema.get("$ref")
+    if reference is None:
+        return
+    if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
+        raise ConstraintRefused(
+            f"uses a reference that is not supported in {_told(place)}: it must begin with #/"
         )
 
 

@@ -347,9 +347,8 @@ class _Stream:
 
     def _failure(self) -> Exception:
         constraint = self._ticket.constraint
-        if constraint is not None and constraint.broken is not None:
-            return constraint.broken
-        return RequestFailed(self._ticket.request_id)
+        broken = None if constraint is None else constraint.broken
+        return broken or RequestFailed(self._ticket.request_id)
 
     def _receipt_message(self) -> generation_pb2.Receipt:
         assert self._receipt is not None

@@ -59,7 +59,9 @@ class Listener:
         self._broken: set[asyncio.Task[None]] = set()
         self._retired: set[grpc.aio.Server] = set()
         self._channelz_ids: dict[grpc.aio.Server, int] = {}
-        self._calls_of_forgotten = 0
+        self._calls_seen: dict[
+            int, int
+        ] = {}  # most that channelz said, also of servers that are gone
         self._lock = SocketLock.of(option, self._socket) if self._socket is not None else None
         try:
             self._server = self._bound()
@@ -80,8 +82,10 @@ class Listener:
     @property
     def calls_come(self) -> int:
         """Calls that ever came, also those that gRPC ended before a handler heard of them."""
-        servers = list(self._channelz_ids.values())
-        return self._calls_of_forgotten + sum(map(connections.calls_come, servers))
+        for number in list(self._channelz_ids.values()):
+            known = self._calls_seen.get(number, 0)
+            self._calls_seen[number] = max(known, connections.calls_come(number))
+        return sum(self._calls_seen.values())
 
     async def start(self) -> None:
         """Begins to serve."""
@@ -154,6 +158,7 @@ class Listener:
 
     async def _replace(self) -> None:
         broken = self._server
+        _ = self.calls_come  # channelz forgets the server with its end
         self._retired.add(broken)
         task = asyncio.create_task(broken.stop(_BROKEN_GRACE))
         self._broken.add(task)
@@ -161,8 +166,7 @@ class Listener:
         def forget(task: asyncio.Task[None]) -> None:
             self._broken.discard(task)
             self._retired.discard(broken)
-            if (number := self._channelz_ids.pop(broken, None)) is not None:
-                self._calls_of_forgotten += connections.calls_come(number)
+            self._channelz_ids.pop(broken, None)
 
         task.add_done_callback(forget)
         await self._take_port_again()
