@@ -6,6 +6,7 @@
 
 namespace kvledger::cpu::KVL_ISA {
 
+// As in vec_avx512.h; of sixteen registers twelve hold six sums, three are for what is multiplied.
 #if defined(KVL_FEW_INSTANCES)
 constexpr int kRowsMax = 4;
 #else
