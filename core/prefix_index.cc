@@ -199,10 +199,14 @@ void PrefixIndex::unlink(CacheSlot slot) {
   }
 }
 
+bool PrefixIndex::may_go(const Node& node) const noexcept {
+  return node.is_filled && node.pins == 0 &&
+         (!policy_->takes_leaves_only() || node.first_child == kNoSlot);
+}
+
 void PrefixIndex::offer_if_possible(CacheSlot slot) {
   Node& node = nodes_[slot];
-  const bool possible = node.is_filled && node.pins == 0 &&
-                        (!policy_->takes_leaves_only() || node.first_child == kNoSlot);
+  const bool possible = may_go(node);
   if (possible == node.is_offered) {
     return;
   }
@@ -349,9 +353,8 @@ std::optional<std::string> PrefixIndex::audit_node(CacheSlot slot) const {
   if (!node.is_filled && node.pins == 0 && node.first_child == kNoSlot) {
     return name + " is kept for nothing";
   }
-  const bool possible = node.is_filled && node.pins == 0 &&
-                        (!policy_->takes_leaves_only() || node.first_child == kNoSlot);
-  return possible == node.is_offered ? std::nullopt : std::optional(name + " is offered wrongly");
+  return may_go(node) == node.is_offered ? std::nullopt
+                                         : std::optional(name + " is offered wrongly");
 }
 
 std::optional<std::string> PrefixIndex::audit() const {

@@ -144,6 +144,8 @@ class PrefixIndex {
   CacheSlot& bucket(std::uint64_t key) noexcept;
   void link(CacheSlot slot);
   void unlink(CacheSlot slot);
+  // Whether a block could be evicted now.
+  bool may_go(const Node& node) const noexcept;
   // Tells the policy if the node became a possible victim, or is none any more.
   void offer_if_possible(CacheSlot slot);
   // Forgets the node and hollow ancestors that only it kept.

@@ -8,7 +8,8 @@ namespace {
 // How many evicted blocks are remembered: for a small cache, those that come back are long gone.
 constexpr std::int64_t kRememberedForEach = 4;
 constexpr std::int64_t kRememberedLeast = 16384;
-// Uses and losses after which the model's values are renewed, for each block of the cache.
+// Uses and losses after which the model's values are renewed, at the least; else half a cache of
+// them.
 constexpr std::int64_t kNewsLeast = 512;
 
 }  // namespace
