@@ -59,9 +59,8 @@ class Listener:
         self._broken: set[asyncio.Task[None]] = set()
         self._retired: set[grpc.aio.Server] = set()
         self._channelz_ids: dict[grpc.aio.Server, int] = {}
-        self._calls_seen: dict[
-            int, int
-        ] = {}  # most that channelz said, also of servers that are gone
+        # The most that channelz said of each server, also of those that are gone.
+        self._calls_seen: dict[int, int] = {}
         self._lock = SocketLock.of(option, self._socket) if self._socket is not None else None
         try:
             self._server = self._bound()
@@ -82,10 +81,13 @@ class Listener:
     @property
     def calls_come(self) -> int:
         """Calls that ever came, also those that gRPC ended before a handler heard of them."""
+        self._count_calls()
+        return sum(list(self._calls_seen.values()))
+
+    def _count_calls(self) -> None:
         for number in list(self._channelz_ids.values()):
             known = self._calls_seen.get(number, 0)
             self._calls_seen[number] = max(known, connections.calls_come(number))
-        return sum(self._calls_seen.values())
 
     async def start(self) -> None:
         """Begins to serve."""
@@ -158,7 +160,7 @@ class Listener:
 
     async def _replace(self) -> None:
         broken = self._server
-        _ = self.calls_come  # channelz forgets the server with its end
+        self._count_calls()  # channelz forgets the server with its end
         self._retired.add(broken)
         task = asyncio.create_task(broken.stop(_BROKEN_GRACE))
         self._broken.add(task)
