@@ -356,13 +356,18 @@ def test_the_heart_beats_while_idle_and_stops_in_a_hanging_step(harness: Harness
     assert harness.engine.silence_seconds < silent + PATIENCE
 
 
-def test_running_streams_get_a_token_in_every_step_of_a_long_prefill(harness: Harness) -> None:
+def test_running_streams_get_a_token_in_every_step_of_a_long_prefill(
+    harness: Harness, gated: Gate
+) -> None:
     """A long prompt would hold up everybody who is already being answered (B27)."""
     for sequence in range(1, 8):
         harness.submit(sequence, "a", max_tokens=60)
     harness.engine.start()
-    harness.wait(lambda: all(len(harness.tokens[s]) > 2 for s in range(1, 8)))
+    gated.let(4)
+    gated.wait_for_arrival(5)
+    assert all(len(harness.tokens[s]) > 2 for s in range(1, 8))
     harness.submit(8, "x" * 240, max_tokens=1)
+    gated.open()
     harness.receipt(8)
     with_prefill = [decode for decode, tokens in harness.core.steps if tokens == 32]
     assert len(with_prefill) >= 240 // 32
