@@ -26,6 +26,7 @@ from kvledger.logprobs import PromptLogprobs, TokenLogprobs
 from kvledger.models.llama import Llama
 from kvledger.prompt_scores import PromptScores
 from kvledger.sampling import Sampler, SamplingParameters
+from kvledger.scopes import NO_REUSE, PrefixScopes
 
 _log = structlog.get_logger(__name__)
 
@@ -73,6 +74,8 @@ class Job:
     samples: int = 1
     # How many of the likeliest tokens to tell with each token of the prompt; None tells nothing.
     prompt_logprobs: int | None = None
+    # Whose cached prefixes it may begin with, and where its own are kept.
+    scopes: PrefixScopes = NO_REUSE
 
     @property
     def sequences(self) -> range:

@@ -1,0 +1,1 @@
+"""Tenants: who may call, what they may do and use."""
