@@ -5,7 +5,9 @@
 namespace kvledger {
 
 BlockPool::BlockPool(Ledger& ledger)
-    : ledger_(ledger), references_(static_cast<std::size_t>(ledger.total().value()), 0) {
+    : ledger_(ledger),
+      references_(static_cast<std::size_t>(ledger.total().value()), 0),
+      kept_(static_cast<std::size_t>(ledger.total().value()), 0) {
   const auto count = static_cast<std::uint32_t>(ledger.total().value());
   free_.reserve(count);
   releasing_.reserve(count);
@@ -36,38 +38,88 @@ void BlockPool::forfeit(RequestAccount account, BlockCount count) {
   ledger_.forfeit(account, count);
 }
 
-void BlockPool::retain(BlockId block) {
+Nanoseconds BlockPool::join(RequestAccount account, BlockId block) {
   std::uint32_t& references = checked_at(references_, block.value());
-  KVL_CHECK_GT(references, 0U);
+  KVL_CHECK(references > 0 || is_kept(block));
+  const Nanoseconds stamp = ledger_.join(account, block, references);
   ++references;
+  return stamp;
 }
 
-bool BlockPool::drop(BlockId block) {
+bool BlockPool::end_reference(BlockId block) {
   std::uint32_t& references = checked_at(references_, block.value());
   KVL_CHECK_GT(references, 0U);
   return --references == 0;
 }
 
-void BlockPool::release(RequestAccount account, BlockId block) {
-  if (drop(block)) {
-    ledger_.release(account, block);
+void BlockPool::release(RequestAccount account, BlockId block, Nanoseconds stamp) {
+  if (step_is_open_ && is_kept(block)) {
+    retire(account, block, stamp);  // another sequence that had it may be in the step
+  } else if (!end_reference(block)) {
+    ledger_.leave(account, block, stamp);
+  } else if (is_kept(block)) {
+    ledger_.cache(account, block, stamp);
+  } else {
+    ledger_.release(account, block, stamp);
     free_.push_back(block);
   }
 }
 
-void BlockPool::retire(RequestAccount account, BlockId block) {
-  if (drop(block)) {
-    ledger_.retire(account, block);
-    releasing_.push_back(block);
+void BlockPool::retire(RequestAccount account, BlockId block, Nanoseconds stamp) {
+  if (!end_reference(block)) {
+    ledger_.leave(account, block, stamp);
+    return;
   }
+  ledger_.retire(account, block, stamp);
+  releasing_.push_back(block);
 }
 
 void BlockPool::settle() {
+  step_is_open_ = false;
   for (const BlockId block : releasing_) {
-    ledger_.settle(block);
-    free_.push_back(block);
+    const bool kept = is_kept(block);
+    ledger_.settle(block, kept);
+    if (!kept) {
+      free_.push_back(block);
+    }
   }
   releasing_.clear();
+}
+
+void BlockPool::keep(RequestAccount account, BlockId block, TenantId owner) {
+  KVL_CHECK_GT(references(block), 0U);
+  KVL_CHECK(!is_kept(block));
+  kept_[block.value()] = 1;
+  if (is_shared(ScopeId{owner.value()})) {
+    ledger_.give(account, block, owner, references_[block.value()]);
+  }
+}
+
+// Who still refers to the block goes on with it; a step that may still touch it keeps it too.
+void BlockPool::drop(BlockId block) {
+  KVL_CHECK(is_kept(block));
+  kept_[block.value()] = 0;
+  if (ledger_.state_of(block) == BlockState::kCached) {
+    ledger_.evict(block);
+    free_.push_back(block);
+  }
+}
+
+void BlockPool::hold_for_scope(BlockId block) {
+  KVL_CHECK(is_kept(block));
+  if (references_[block.value()]++ == 0) {
+    ledger_.hold_for_scope(block);
+  }
+}
+
+void BlockPool::end_hold_for_scope(BlockId block) {
+  if (end_reference(block)) {
+    ledger_.end_hold_for_scope(block);
+    if (!is_kept(block)) {
+      ledger_.evict(block);
+      free_.push_back(block);
+    }
+  }
 }
 
 std::uint32_t BlockPool::references(BlockId block) const {
@@ -89,14 +141,22 @@ std::optional<std::string> BlockPool::audit() const {
     }
   }
   for (std::uint32_t i = 0; i < references_.size(); ++i) {
+    const BlockState state = ledger_.state_of(BlockId{i});
+    const std::string name = "block " + std::to_string(i);
+    if (kept_[i] != 0 && state == BlockState::kFree) {
+      return name + " is kept by the index but free";
+    }
     if (listed[i]) {
       continue;
     }
-    if (references_[i] == 0) {
-      return "block " + std::to_string(i) + " is lost: neither listed nor referenced";
+    if (references_[i] == 0 && kept_[i] == 0) {
+      return name + " is lost: neither listed nor referenced";
     }
-    if (ledger_.state_of(BlockId{i}) != BlockState::kHeld) {
-      return "block " + std::to_string(i) + " is referenced but held by nobody";
+    if (references_[i] > 0 && state != BlockState::kHeld) {
+      return name + " is referenced but held by nobody";
+    }
+    if (references_[i] == 0 && state != BlockState::kCached) {
+      return name + " is kept by the index but not cached";
     }
   }
   return std::nullopt;

@@ -23,16 +23,33 @@ BlockCount table_width(const EngineSettings& settings) {
 
 Engine::Engine(const EngineSettings& settings, Nanoseconds now)
     : settings_(settings),
-      sequence_tokens_max_(tokens_max(settings)),
       ledger_(settings.blocks, now),
       pool_(ledger_),
       tables_(settings.scheduler.sequences_max, table_width(settings)),
-      scheduler_(settings.scheduler, settings.slots_per_block, sequence_tokens_max_, pool_,
-                 tables_),
+      cache_(settings.prefixes, settings.slots_per_block, ledger_, pool_),
+      scheduler_(settings.scheduler, settings.slots_per_block, tokens_max(settings), pool_, tables_,
+                 cache_),
       plan_(settings.scheduler.token_budget, settings.scheduler.sequences_max,
             settings.scheduler.token_budget +
                 settings.scheduler.sequences_max * table_width(settings).value()) {
-  KVL_CHECK_GE(sequence_tokens_max_, 2);
+  KVL_CHECK_GE(sequence_tokens_max(), 2);
+}
+
+std::int64_t Engine::sequence_tokens_max() const noexcept {
+  const std::int64_t blocks = settings_.blocks.value() - cache_.staying() - staying_blocks_;
+  return std::min(settings_.context_tokens, blocks * settings_.slots_per_block + 1);
+}
+
+std::int64_t Engine::prompt_tokens_max(const Arrival& arrival) const {
+  const std::int64_t most = sequence_tokens_max() - 1;
+  if (!arrival.scopes.stays) {
+    return most;
+  }
+  if (sequences_.size() > staying_requests_) {
+    return 0;  // those that are here count on the whole pool
+  }
+  const std::int64_t left = settings_.blocks.value() / 2 - cache_.staying() - staying_blocks_;
+  return std::min(most, left * settings_.slots_per_block);
 }
 
 Engine::~Engine() {
@@ -55,13 +72,20 @@ bool Engine::accept(const Arrival& arrival, std::span<const Token> prompt) {
   KVL_CHECK_GE(arrival.priority, -kPriorityMax);
   KVL_CHECK_LE(arrival.priority, kPriorityMax);
   KVL_CHECK_GE(arrival.output_tokens_max, 1);
-  if (tokens < 1 || tokens >= sequence_tokens_max_) {
-    report_.refusals.push_back(Refusal{arrival.id.value(), tokens, sequence_tokens_max_ - 1});
+  const std::int64_t most = prompt_tokens_max(arrival);
+  if (tokens < 1 || tokens > most) {
+    report_.refusals.push_back(Refusal{arrival.id.value(), tokens, most});
     return false;
   }
   const auto samples = static_cast<std::uint64_t>(arrival.samples);
   make_room(report_.receipts, report_.receipts.size() + sequences_.size() + 1);
   make_room(ended_, ended_.size() + sequences_.size() + samples);
+  if (arrival.scopes.has_shared) {
+    ledger_.account(TenantId{arrival.scopes.shared.value()});
+  }
+  if (is_shared(arrival.scopes.own)) {
+    ledger_.account(TenantId{arrival.scopes.own.value()});
+  }
   const RequestAccount account = ledger_.open(arrival.tenant);
   std::uint64_t made = 0;
   try {
@@ -70,6 +94,8 @@ bool Engine::accept(const Arrival& arrival, std::span<const Token> prompt) {
     for (; made < samples; ++made) {
       auto sequence = std::make_unique<Sequence>(
           arrival, std::vector<Token>(prompt.begin(), prompt.end()), request, made);
+      sequence->tokens_max = sequence_tokens_max();
+      cache_.begin(*sequence);
       request->samples.push_back(sequence.get());
       const SequenceId id = sequence->id;
       sequences_.emplace(id, std::move(sequence));
@@ -81,6 +107,10 @@ bool Engine::accept(const Arrival& arrival, std::span<const Token> prompt) {
     }
     ledger_.close(account);
     throw;
+  }
+  if (arrival.scopes.stays) {
+    ++staying_requests_;
+    staying_blocks_ += tokens / settings_.slots_per_block;
   }
   return true;
 }
@@ -99,6 +129,7 @@ const StepPlan& Engine::plan(Nanoseconds now) {
   if (!scheduler_.chunks().empty()) {
     steps_ = step.value();
     uncommitted_ = step;
+    pool_.open_step();
     planned_at_ = ledger_.now();
     for (const Chunk& chunk : scheduler_.chunks()) {
       chunk.sequence->in_step = true;
@@ -113,7 +144,10 @@ void Engine::commit(StepId step, std::span<const Token> tokens,
   make_room(report_.tokens, report_.tokens.size() + tokens.size());
   for (const Chunk& chunk : scheduler_.chunks()) {
     if (chunk.sequence->state != Sequence::State::kEnded) {
-      make_room(chunk.sequence->tokens, chunk.sequence->tokens.size() + tokens.size());
+      Sequence& sequence = *chunk.sequence;
+      make_room(sequence.tokens, sequence.tokens.size() + tokens.size());
+      const std::int64_t computed = sequence.computed + chunk.tokens;
+      make_room(sequence.path, static_cast<std::size_t>(computed / settings_.slots_per_block));
     }
   }
   settle_step(step, now);
@@ -133,12 +167,19 @@ void Engine::commit(StepId step, std::span<const Token> tokens,
     }
     count_computed(sequence, chunk.tokens);
     if (!has_output) {
+      keep_computed(sequence);
       continue;
     }
     const auto first = static_cast<std::size_t>(offsets[output]);
     const auto last = static_cast<std::size_t>(offsets[output + 1]);
     KVL_CHECK_LT(first, last);
     KVL_CHECK_LE(last, tokens.size());
+    if (tokens[first] < 0) {
+      // What gave such logits may stand in any block that it computed: nobody shall begin with it.
+      cache_.discard(sequence);
+    } else {
+      keep_computed(sequence);
+    }
     sequence.spend(ledger_.now(), Sequence::Activity::kDecode);
     for (std::size_t i = first; i < last; ++i) {
       if (append_output(sequence, tokens[i])) {
@@ -225,6 +266,16 @@ void Engine::count_computed(Sequence& sequence, std::int64_t tokens) {
   }
 }
 
+// Before the sequence may end: its blocks then go back, and only those in the index stay.
+void Engine::keep_computed(Sequence& sequence) {
+  cache_.insert(sequence, [&](std::int64_t index) { return tables_.at(sequence.row, index); });
+}
+
+std::int64_t Engine::purge(ScopeId scope, Nanoseconds now) {
+  ledger_.advance(now);
+  return cache_.purge(scope);
+}
+
 bool Engine::append_output(Sequence& sequence, Token token) {
   if (token < 0) {
     finish(sequence, EndReason::kFailed);
@@ -239,7 +290,7 @@ bool Engine::append_output(Sequence& sequence, Token token) {
     reason = EndReason::kStop;
   } else if (sequence.output_count() >= sequence.output_tokens_max) {
     reason = EndReason::kLength;
-  } else if (sequence.token_count() >= sequence_tokens_max_) {
+  } else if (sequence.token_count() >= sequence.tokens_max) {
     reason = EndReason::kContext;
   }
   if (!reason) {
@@ -264,6 +315,13 @@ void Engine::end_sequence(Sequence& sequence, EndReason reason) {
   sequence.spend(ledger_.now(), sequence.activity);
   sequence.end_reason = reason;
   scheduler_.remove(sequence);
+  if (sequence.scopes.stays) {
+    --staying_requests_;
+    staying_blocks_ -= sequence.prompt_count / settings_.slots_per_block;
+    if (reason <= EndReason::kContext) {
+      cache_.stay(sequence);
+    }
+  }
   request->absorb(sequence);
   if (request->samples.empty()) {
     write_receipt(*request, sequence);
@@ -275,6 +333,7 @@ void Engine::write_receipt(const Request& request, const Sequence& last) {
   const Statement statement = ledger_.close(request.account);
   const BlockTime held = to_block_time(statement.held);
   const BlockTime reserved = to_block_time(statement.reserved);
+  const BlockTime of_scopes = to_block_time(statement.of_scopes);
   Receipt receipt;
   receipt.sequence = request.id.value();
   receipt.tenant = last.tenant.value();
@@ -284,6 +343,8 @@ void Engine::write_receipt(const Request& request, const Sequence& last) {
   receipt.computed_tokens = request.computed_tokens;
   receipt.recomputed_tokens = request.recomputed_tokens;
   receipt.shared_tokens = request.shared_tokens;
+  receipt.reused_own = request.reused_own;
+  receipt.reused_shared = request.reused_shared;
   receipt.preemptions = request.preemptions;
   receipt.peak_blocks = statement.held_peak.value();
   receipt.queued = last.times.queued;
@@ -294,6 +355,8 @@ void Engine::write_receipt(const Request& request, const Sequence& last) {
   receipt.held_nanos = held.nanos;
   receipt.reserved_seconds = reserved.seconds;
   receipt.reserved_nanos = reserved.nanos;
+  receipt.scope_seconds = of_scopes.seconds;
+  receipt.scope_nanos = of_scopes.nanos;
   report_.receipts.push_back(receipt);
 }
 
@@ -304,30 +367,44 @@ std::optional<std::string> Engine::audit() const {
   if (auto wrong = pool_.audit()) {
     return wrong;
   }
+  if (auto wrong = cache_.audit()) {
+    return wrong;
+  }
   return audit_tables();
 }
 
-// Every block in a table is held by that table's request, and referenced once for each table.
+// Every block in a table is held by that table's request, tenant or shared scope, and referenced
+// once for each table.
 std::optional<std::string> Engine::audit_tables() const {
   std::vector<std::uint32_t> tables(static_cast<std::size_t>(ledger_.total().value()), 0);
-  std::unordered_map<const Request*, std::int64_t> held;
+  std::unordered_map<const Request*, std::int64_t> alone;
   for (const auto& [id, sequence] : sequences_) {
     if (sequence->state != Sequence::State::kRunning) {
       continue;
     }
     const std::int64_t length = tables_.length(sequence->row).value();
     const std::string who = "sequence " + std::to_string(id.value());
-    std::int64_t& blocks = held[sequence->request.get()];
+    std::int64_t& blocks = alone[sequence->request.get()];
     for (std::int64_t i = 0; i < length; ++i) {
       const BlockId block = tables_.at(sequence->row, i);
-      if (ledger_.holder_of(block) != sequence->account) {
-        return who + " has block " + std::to_string(block.value()) +
-               " in its table, which is not its request's";
+      const bool first = tables[block.value()]++ == 0;
+      if (const auto holder = ledger_.holder_of(block)) {
+        if (*holder != sequence->account) {
+          return who + " has block " + std::to_string(block.value()) +
+                 " in its table, which is not its request's";
+        }
+        blocks += first ? 1 : 0;
+        continue;
       }
-      blocks += tables[block.value()]++ == 0 ? 1 : 0;
+      const std::optional<TenantId> owner = ledger_.owner_of(block);
+      if (ledger_.state_of(block) != BlockState::kHeld ||
+          (owner != sequence->tenant && !is_shared(ScopeId{owner->value()}))) {
+        return who + " has block " + std::to_string(block.value()) +
+               " in its table, which is not its tenant's";
+      }
     }
   }
-  for (const auto& [request, blocks] : held) {
+  for (const auto& [request, blocks] : alone) {
     if (ledger_.held_by(request->account).value() != blocks) {
       return "request " + std::to_string(request->id.value()) + " has " + std::to_string(blocks) +
              " blocks in its tables and " +
@@ -340,9 +417,10 @@ std::optional<std::string> Engine::audit_tables() const {
       return "sequence " + std::to_string(id.value()) + " has computed tokens without a block";
     }
   }
-  std::int64_t in_tables = 0;
+  cache_.count_references(tables);
+  std::int64_t referenced = 0;
   for (std::uint32_t i = 0; i < tables.size(); ++i) {
-    in_tables += tables[i] > 0 ? 1 : 0;
+    referenced += tables[i] > 0 ? 1 : 0;
     if (tables[i] != pool_.references(BlockId{i})) {
       return "block " + std::to_string(i) + " is referenced " +
              std::to_string(pool_.references(BlockId{i})) + " times and stands in " +
@@ -350,8 +428,8 @@ std::optional<std::string> Engine::audit_tables() const {
     }
   }
   const std::int64_t booked = ledger_.balances()[BlockState::kHeld].value();
-  if (booked != in_tables) {
-    return "held " + std::to_string(booked) + " blocks, in tables " + std::to_string(in_tables);
+  if (booked != referenced) {
+    return "held " + std::to_string(booked) + " blocks, in tables " + std::to_string(referenced);
   }
   return std::nullopt;
 }

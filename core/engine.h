@@ -29,6 +29,7 @@
 #include "core/block_pool.h"
 #include "core/block_table.h"
 #include "core/ledger.h"
+#include "core/prefix_cache.h"
 #include "core/scheduler.h"
 #include "core/sequence.h"
 #include "core/step_plan.h"
@@ -45,6 +46,7 @@ struct EngineSettings {
   std::int64_t context_tokens = 0;
   // Tokens that end a text.
   std::vector<Token> end_of_text;
+  PrefixCacheSettings prefixes;
 };
 
 class Engine {
@@ -56,11 +58,12 @@ class Engine {
   Engine& operator=(const Engine&) = delete;
 
   // Most tokens that a sequence can reach, prompt and output: the context window, or one more
-  // than the pool has slots (the last token needs none).
-  std::int64_t sequence_tokens_max() const noexcept { return sequence_tokens_max_; }
+  // than the pool has slots (the last token needs none), without those that stay with scopes.
+  std::int64_t sequence_tokens_max() const noexcept;
 
   // Takes in one new request, with ids never used before. False, with a refusal in the report,
-  // if it could never run: an empty prompt, or one that leaves no room for a token.
+  // if it could never run: an empty prompt, or one that leaves no room for a token. Blocks stay
+  // (prefix_scopes.h) only of requests that come while there are no others, and of half the pool.
   bool accept(const Arrival& arrival, std::span<const Token> prompt);
 
   // Plans the next step; the plan is valid until the next call.
@@ -82,13 +85,20 @@ class Engine {
   void pause(std::span<const std::uint64_t> ids, Nanoseconds now);
   void resume(std::span<const std::uint64_t> ids, Nanoseconds now);
 
+  // Takes everything out of the prefix index that is in a scope or below it; how many blocks. Those
+  // that sequences have stay with them alone. Allocates nothing.
+  std::int64_t purge(ScopeId scope, Nanoseconds now);
+
   // What changed since the last call, by whatever was called between. Valid until the next call.
   const StepReport& take_report();
 
   const Ledger& ledger() const noexcept { return ledger_; }
   const BlockTables& tables() const noexcept { return tables_; }
+  PrefixCounts prefix_counts() const noexcept { return cache_.counts(); }
   std::int64_t running() const noexcept { return scheduler_.running(); }
   std::int64_t waiting() const noexcept { return scheduler_.waiting(); }
+  // Whether a sequence has been accepted and has not ended.
+  bool knows(SequenceId id) const { return sequences_.contains(id); }
   bool has_uncommitted_step() const noexcept { return uncommitted_.has_value(); }
 
   // Recomputes the books from blocks, tables and sequences, and says what disagrees; nothing if
@@ -98,6 +108,9 @@ class Engine {
  private:
   void settle_step(StepId step, Nanoseconds now);
   void count_computed(Sequence& sequence, std::int64_t tokens);
+  void keep_computed(Sequence& sequence);
+  // Most tokens that a prompt may have; 0 if it may not come now.
+  std::int64_t prompt_tokens_max(const Arrival& arrival) const;
   // Appends a token; true if the sequence ends with it.
   bool append_output(Sequence& sequence, Token token);
   void finish(Sequence& sequence, EndReason reason);
@@ -106,10 +119,10 @@ class Engine {
   std::optional<std::string> audit_tables() const;
 
   const EngineSettings settings_;
-  const std::int64_t sequence_tokens_max_;
   Ledger ledger_;
   BlockPool pool_;
   BlockTables tables_;
+  PrefixCache cache_;
   Scheduler scheduler_;
   StepPlan plan_;
   StepReport report_;  // being written
@@ -117,6 +130,9 @@ class Engine {
   std::unordered_map<SequenceId, std::unique_ptr<Sequence>> sequences_;
   // Ended, and perhaps named by the last step; forgotten when that is settled.
   std::vector<std::unique_ptr<Sequence>> ended_;
+  // Blocks that requests which have not ended will leave with their scopes, and their number.
+  std::int64_t staying_blocks_ = 0;
+  std::size_t staying_requests_ = 0;
   std::optional<StepId> uncommitted_;
   Nanoseconds planned_at_ = 0;  // the uncommitted step
   std::uint64_t steps_ = 0;

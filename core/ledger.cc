@@ -65,6 +65,7 @@ RequestAccount Ledger::open(TenantId id) {
   opened.tenant = &holder;
   opened.held.since = now_;
   opened.reserved.since = now_;
+  opened.of_scopes.since = now_;
   opened.open = true;
   return account;
 }
@@ -73,10 +74,13 @@ Statement Ledger::close(RequestAccount account) {
   Request& closing = request(account);
   KVL_CHECK_EQ(closing.held.balance, kNone);
   KVL_CHECK_EQ(closing.reserved.balance, kNone);
-  closing.tenant->closed_time += closing.held.integral;
+  KVL_CHECK_EQ(closing.split, kNone);
+  KVL_CHECK_EQ(closing.of_scopes.balance, kNone);
+  const BlockNanoseconds held = closing.held.integral + closing.split_time;
+  closing.tenant->closed_time += held;
   closing.open = false;
   closed_.push_back(account);
-  return Statement{closing.tenant_id, closing.held.integral, closing.reserved.integral,
+  return Statement{closing.tenant_id, held, closing.reserved.integral, closing.of_scopes.integral,
                    closing.held_peak};
 }
 
@@ -84,11 +88,13 @@ void Ledger::reserve(RequestAccount account, BlockCount count) {
   KVL_CHECK_GE(count, kNone);
   move(BlockState::kFree, BlockState::kReserved, count);
   request(account).reserved.post(count, now_);
+  request(account).tenant->reserved.post(count, now_);
 }
 
 void Ledger::forfeit(RequestAccount account, BlockCount count) {
   KVL_CHECK_GE(count, kNone);
   request(account).reserved.post(kNone - count, now_);
+  request(account).tenant->reserved.post(kNone - count, now_);
   move(BlockState::kReserved, BlockState::kFree, count);
 }
 
@@ -97,24 +103,114 @@ void Ledger::acquire(RequestAccount account, BlockId block) {
   KVL_CHECK_EQ(owner.state, BlockState::kFree);
   Request& holder = request(account);
   holder.reserved.post(kNone - kOne, now_);
+  holder.tenant->reserved.post(kNone - kOne, now_);
   move(BlockState::kReserved, BlockState::kHeld, kOne);
   hold(holder, kOne);
-  owner = Owner{BlockState::kHeld, account};
+  owner.state = BlockState::kHeld;
+  owner.holding = Holding::kAlone;
+  owner.account = account;
+  owner.tenant = holder.tenant;
 }
 
-void Ledger::release(RequestAccount account, BlockId block) {
-  take_from_holder(account, block, BlockState::kFree);
+Nanoseconds Ledger::join(RequestAccount account, BlockId block, std::uint32_t references) {
+  Owner& owner = checked_at(owners_, block.value());
+  Request& joining = request(account);
+  const bool of_scope = owner.tenant != nullptr && is_shared(ScopeId{owner.tenant->id.value()});
+  if (owner.state == BlockState::kCached) {
+    KVL_CHECK_EQ(references, 0U);
+    put(owner, BlockState::kHeld);
+    owner.holding = of_scope ? Holding::kScope : Holding::kAlone;
+    owner.account = account;
+    if (!of_scope) {
+      KVL_CHECK(owner.tenant == joining.tenant);
+      hold(joining, kOne);
+      return 0;
+    }
+    owner.tenant->held.post(kOne, now_);
+  }
+  KVL_CHECK_EQ(owner.state, BlockState::kHeld);
+  if (owner.holding == Holding::kScope) {
+    joining.of_scopes.post(kOne, now_);
+    return 0;
+  }
+  KVL_CHECK(owner.tenant == joining.tenant);
+  if (owner.holding == Holding::kAlone) {
+    if (owner.account == account) {
+      return 0;  // another of its samples
+    }
+    Request& alone = request(owner.account);
+    alone.held.post(kNone - kOne, now_);
+    alone.split += BlockCount{references};
+    alone.held_peak = std::max(alone.held_peak, alone.held.balance + alone.split);
+    owner.holding = Holding::kSplit;
+    owner.split = SplitTime(references, now_);
+  }
+  joining.split += kOne;
+  joining.held_peak = std::max(joining.held_peak, joining.held.balance + joining.split);
+  return owner.split.join(now_);
 }
 
-void Ledger::retire(RequestAccount account, BlockId block) {
-  take_from_holder(account, block, BlockState::kReleasing);
+void Ledger::leave(RequestAccount account, BlockId block, Nanoseconds stamp) {
+  end_reference(account, held(block), stamp);
 }
 
-void Ledger::settle(BlockId block) {
+void Ledger::release(RequestAccount account, BlockId block, Nanoseconds stamp) {
+  take_from_holder(account, block, stamp, BlockState::kFree);
+}
+
+void Ledger::retire(RequestAccount account, BlockId block, Nanoseconds stamp) {
+  take_from_holder(account, block, stamp, BlockState::kReleasing);
+}
+
+void Ledger::cache(RequestAccount account, BlockId block, Nanoseconds stamp) {
+  take_from_holder(account, block, stamp, BlockState::kCached);
+}
+
+void Ledger::settle(BlockId block, bool cached) {
   Owner& owner = checked_at(owners_, block.value());
   KVL_CHECK_EQ(owner.state, BlockState::kReleasing);
-  move(BlockState::kReleasing, BlockState::kFree, kOne);
-  owner = Owner{};
+  put(owner, cached ? BlockState::kCached : BlockState::kFree);
+}
+
+void Ledger::evict(BlockId block) {
+  Owner& owner = checked_at(owners_, block.value());
+  KVL_CHECK_EQ(owner.state, BlockState::kCached);
+  put(owner, BlockState::kFree);
+}
+
+void Ledger::give(RequestAccount account, BlockId block, TenantId scope, std::uint32_t references) {
+  Owner& owner = held(block);
+  KVL_CHECK(owner.holding == Holding::kAlone);
+  KVL_CHECK_EQ(owner.account, account);
+  KVL_CHECK(is_shared(ScopeId{scope.value()}));
+  Request& giving = request(account);
+  hold(giving, kNone - kOne);
+  giving.of_scopes.post(BlockCount{references}, now_);
+  owner.holding = Holding::kScope;
+  owner.tenant = &tenants_.at(scope);
+  owner.tenant->held.post(kOne, now_);
+}
+
+void Ledger::hold_for_scope(BlockId block) {
+  Owner& owner = checked_at(owners_, block.value());
+  KVL_CHECK_EQ(owner.state, BlockState::kCached);
+  KVL_CHECK(is_shared(ScopeId{owner.tenant->id.value()}));
+  put(owner, BlockState::kHeld);
+  owner.holding = Holding::kScope;
+  owner.tenant->held.post(kOne, now_);
+}
+
+void Ledger::end_hold_for_scope(BlockId block) {
+  Owner& owner = held(block);
+  KVL_CHECK(owner.holding == Holding::kScope);
+  owner.tenant->held.post(kNone - kOne, now_);
+  put(owner, BlockState::kCached);
+}
+
+BlockCount Ledger::live(TenantId id) const noexcept {
+  const auto found = tenants_.find(id);
+  return found == tenants_.end() ? kNone
+                                 : found->second.held.balance + found->second.reserved.balance;
 }
 
 Balances Ledger::balances() const noexcept {
@@ -139,7 +235,9 @@ TenantStatement Ledger::statement(TenantId id) const {
     return TenantStatement{};
   }
   const Tenant& tenant = found->second;
-  return TenantStatement{tenant.held.balance, tenant.held.integral_at(now_), tenant.closed_time};
+  return TenantStatement{
+      tenant.held.balance,           tenant.reserved.balance,         tenant.cached.balance,
+      tenant.held.integral_at(now_), tenant.cached.integral_at(now_), tenant.closed_time};
 }
 
 std::vector<TenantId> Ledger::tenants() const {
@@ -157,7 +255,13 @@ BlockState Ledger::state_of(BlockId block) const {
 
 std::optional<RequestAccount> Ledger::holder_of(BlockId block) const {
   const Owner& owner = checked_at(owners_, block.value());
-  return owner.state == BlockState::kHeld ? std::optional(owner.account) : std::nullopt;
+  const bool is_alone = owner.state == BlockState::kHeld && owner.holding == Holding::kAlone;
+  return is_alone ? std::optional(owner.account) : std::nullopt;
+}
+
+std::optional<TenantId> Ledger::owner_of(BlockId block) const {
+  const Owner& owner = checked_at(owners_, block.value());
+  return owner.tenant == nullptr ? std::nullopt : std::optional(owner.tenant->id);
 }
 
 Ledger::Request& Ledger::request(RequestAccount account) {
@@ -175,7 +279,10 @@ const Ledger::Request& Ledger::request(RequestAccount account) const {
 Ledger::Tenant& Ledger::tenant(TenantId id) {
   const auto [entry, inserted] = tenants_.try_emplace(id);
   if (inserted) {
-    entry->second.held.since = now_;
+    entry->second.id = id;
+    for (Account* account : {&entry->second.held, &entry->second.reserved, &entry->second.cached}) {
+      account->since = now_;
+    }
   }
   return entry->second;
 }
@@ -187,17 +294,59 @@ void Ledger::move(BlockState from, BlockState to, BlockCount count) {
 
 void Ledger::hold(Request& holder, BlockCount change) {
   holder.held.post(change, now_);
-  holder.held_peak = std::max(holder.held_peak, holder.held.balance);
+  holder.held_peak = std::max(holder.held_peak, holder.held.balance + holder.split);
   holder.tenant->held.post(change, now_);
 }
 
-void Ledger::take_from_holder(RequestAccount account, BlockId block, BlockState to) {
+Ledger::Owner& Ledger::held(BlockId block) {
   Owner& owner = checked_at(owners_, block.value());
   KVL_CHECK_EQ(owner.state, BlockState::kHeld);
-  KVL_CHECK_EQ(owner.account, account);
-  hold(request(account), kNone - kOne);
-  move(BlockState::kHeld, to, kOne);
-  owner = Owner{to, RequestAccount{}};
+  return owner;
+}
+
+// What one reference less means for the request that had it; not for who holds the block.
+void Ledger::end_reference(RequestAccount account, Owner& owner, Nanoseconds stamp) {
+  Request& leaving = request(account);
+  switch (owner.holding) {
+    case Holding::kAlone:
+      KVL_CHECK_EQ(owner.account, account);
+      return;
+    case Holding::kSplit:
+      KVL_CHECK(owner.tenant == leaving.tenant);
+      KVL_CHECK_GT(leaving.split, kNone);
+      leaving.split -= kOne;
+      leaving.split_time += static_cast<BlockNanoseconds>(owner.split.leave(stamp, now_));
+      return;
+    case Holding::kScope:
+      leaving.of_scopes.post(kNone - kOne, now_);
+      return;
+  }
+}
+
+void Ledger::take_from_holder(RequestAccount account, BlockId block, Nanoseconds stamp,
+                              BlockState to) {
+  Owner& owner = held(block);
+  end_reference(account, owner, stamp);
+  if (owner.holding == Holding::kAlone) {
+    hold(request(account), kNone - kOne);
+  } else {
+    KVL_CHECK(owner.holding != Holding::kSplit || owner.split.holders() == 0);
+    owner.tenant->held.post(kNone - kOne, now_);
+  }
+  put(owner, to);
+}
+
+// Moves a block that nobody holds; its owner remembers whose it is until it is free.
+void Ledger::put(Owner& owner, BlockState to) {
+  if (owner.state == BlockState::kCached) {
+    owner.tenant->cached.post(kNone - kOne, now_);
+  }
+  move(owner.state, to, kOne);
+  owner = Owner{to, Holding::kAlone, RequestAccount{},
+                to == BlockState::kFree ? nullptr : owner.tenant, SplitTime{}};
+  if (to == BlockState::kCached) {
+    owner.tenant->cached.post(kOne, now_);
+  }
 }
 
 std::optional<std::string> Ledger::audit() const {
@@ -231,17 +380,17 @@ std::optional<std::string> Ledger::audit_conservation() const {
 
 std::optional<std::string> Ledger::audit_blocks() const {
   std::array<std::int64_t, kBlockStates> found{};
-  std::vector<std::int64_t> held(requests_.size());
+  std::vector<std::int64_t> alone(requests_.size());
   for (const Owner& owner : owners_) {
     ++found[static_cast<std::size_t>(owner.state)];
-    if (owner.state == BlockState::kHeld) {
-      ++held[owner.account.value()];
+    if (owner.state == BlockState::kHeld && owner.holding == Holding::kAlone) {
+      ++alone[owner.account.value()];
     }
   }
   std::int64_t reserved = 0;
   for (std::size_t i = 0; i < requests_.size(); ++i) {
-    if (held[i] != (requests_[i].open ? requests_[i].held.balance.value() : 0)) {
-      return disagree("held by a request", requests_[i].held.balance.value(), held[i]);
+    if (alone[i] != (requests_[i].open ? requests_[i].held.balance.value() : 0)) {
+      return disagree("held by a request", requests_[i].held.balance.value(), alone[i]);
     }
     reserved += requests_[i].open ? requests_[i].reserved.balance.value() : 0;
   }
@@ -262,32 +411,57 @@ std::optional<std::string> Ledger::audit_blocks() const {
   return std::nullopt;
 }
 
+// What the blocks and the open requests say of each tenant and scope.
 std::optional<std::string> Ledger::audit_tenants() const {
   struct Sum {
-    BlockCount held;
+    std::int64_t held = 0;
+    std::int64_t cached = 0;
+    std::int64_t split = 0;       // holders, by the blocks
+    std::int64_t references = 0;  // the same, by the requests
+    BlockCount reserved;
     BlockNanoseconds time = 0;
   };
   std::unordered_map<TenantId, Sum> sums;
-  for (const Request& request : requests_) {
-    if (request.open) {
-      sums[request.tenant_id].held += request.held.balance;
-      sums[request.tenant_id].time += request.held.integral_at(now_);
+  for (const Owner& owner : owners_) {
+    if (owner.tenant == nullptr) {
+      continue;
+    }
+    Sum& sum = sums[owner.tenant->id];
+    sum.held += owner.state == BlockState::kHeld ? 1 : 0;
+    sum.cached += owner.state == BlockState::kCached ? 1 : 0;
+    if (owner.state == BlockState::kHeld && owner.holding == Holding::kSplit) {
+      sum.split += owner.split.holders();
+      sum.time += static_cast<BlockNanoseconds>(owner.split.unpaid(now_));
     }
   }
-  BlockCount held;
+  for (const Request& request : requests_) {
+    if (request.open) {
+      Sum& sum = sums[request.tenant_id];
+      sum.reserved += request.reserved.balance;
+      sum.references += request.split.value();
+      sum.time += request.held.integral_at(now_) + request.split_time;
+    }
+  }
   for (const auto& [id, tenant] : tenants_) {
     const Sum& sum = sums[id];
-    if (tenant.held.balance != sum.held) {
-      return disagree("held by a tenant", tenant.held.balance.value(), sum.held.value());
+    if (tenant.held.balance.value() != sum.held) {
+      return disagree("held by a tenant", tenant.held.balance.value(), sum.held);
     }
-    if (tenant.held.integral_at(now_) != sum.time + tenant.closed_time) {
+    if (tenant.cached.balance.value() != sum.cached) {
+      return disagree("cached of a tenant", tenant.cached.balance.value(), sum.cached);
+    }
+    if (tenant.reserved.balance != sum.reserved) {
+      return disagree("reserved by a tenant", tenant.reserved.balance.value(),
+                      sum.reserved.value());
+    }
+    if (sum.split != sum.references) {
+      return disagree("holders of shared blocks", sum.references, sum.split);
+    }
+    if (!is_shared(ScopeId{id.value()}) &&
+        tenant.held.integral_at(now_) != sum.time + tenant.closed_time) {
       return "block-time of tenant " + std::to_string(id.value()) +
              " is not the sum of its requests' block-time";
     }
-    held += tenant.held.balance;
-  }
-  if (held != balances()[BlockState::kHeld]) {
-    return disagree("held by all tenants", balances()[BlockState::kHeld].value(), held.value());
   }
   return std::nullopt;
 }

@@ -5,18 +5,27 @@
 // integral of its balance over time in block-nanoseconds, a 128-bit integer, so the time adds up
 // exactly as well: the sum of all integrals is blocks x elapsed time.
 //
-//   free ──reserve──> reserved ──acquire──> held (by a tenant, within it by a request)
-//    ^ ^                 │                    │   │
-//    │ └────forfeit──────┘                    │   │ retire: a running step may still read it
-//    ├───────────────release──────────────────┘   v
-//    └───────────────settle─────────────────── releasing
+//   free ──reserve──> reserved ──acquire──> held (by a tenant, within it by requests)
+//    ^ ^                 │                  ^ │  │
+//    │ └────forfeit──────┘             join │ │  │ retire: a running step may still read it
+//    │                                      │ v  v
+//    ├────────────evict───────────────── cached<─┼── cache: the prefix index keeps it
+//    ├────────────release────────────────────────┘
+//    └────────────settle──────────────── releasing
 //
-// A request's account sees the same postings as its tenant's: what the requests of a tenant hold
-// or held adds up to what the tenant holds or held. `cached` is part of the equation and stays 0
-// until a prefix index keeps blocks that nobody holds.
+// A block is held in one of three ways:
+//
+//   by one request          it is that request's, and within its tenant's balance
+//   by several of a tenant  its time is split among all that refer to it (split_time.h)
+//   by a shared scope       it is the scope's own account's, whoever refers to it; what a request
+//                           refers to is counted beside its own, at full weight, and does not add
+//                           up to anything
+//
+// What the requests of a tenant hold or held adds up to what the tenant holds or held, exactly. A
+// cached block is the tenant's or the scope's that held it last.
 //
 // Only BlockPool posts. One thread at a time may use a ledger; nothing here allocates except
-// open(), which may grow the table of request accounts.
+// open(), which may grow the table of request accounts, and account(), for a new tenant or scope.
 
 #pragma once
 
@@ -27,6 +36,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "core/split_time.h"
 #include "core/types.h"
 
 namespace kvledger {
@@ -66,13 +76,18 @@ struct Statement {
   TenantId tenant;
   BlockNanoseconds held = 0;
   BlockNanoseconds reserved = 0;
+  // Blocks of shared scopes that it referred to: theirs, not part of `held`.
+  BlockNanoseconds of_scopes = 0;
   BlockCount held_peak;
 };
 
-// What one tenant's account stands at.
+// What one tenant's account stands at, or a shared scope's.
 struct TenantStatement {
   BlockCount held;
+  BlockCount reserved;
+  BlockCount cached;
   BlockNanoseconds held_time = 0;
+  BlockNanoseconds cached_time = 0;
   // Part of `held_time` that stands in statements of requests already closed.
   BlockNanoseconds closed_time = 0;
 };
@@ -96,9 +111,29 @@ class Ledger {
   void forfeit(RequestAccount account, BlockCount count);
   // Moves one block; `block` must stand where the posting takes it from.
   void acquire(RequestAccount account, BlockId block);
-  void release(RequestAccount account, BlockId block);
-  void retire(RequestAccount account, BlockId block);
-  void settle(BlockId block);
+  // Lets `account` refer to a block that is cached, or that it, its tenant or a shared scope
+  // holds and that `references` refer to; its stamp, for leaving.
+  Nanoseconds join(RequestAccount account, BlockId block, std::uint32_t references);
+  // Ends one of several references to a held block.
+  void leave(RequestAccount account, BlockId block, Nanoseconds stamp);
+  // End the only reference to one.
+  void release(RequestAccount account, BlockId block, Nanoseconds stamp = 0);
+  void retire(RequestAccount account, BlockId block, Nanoseconds stamp = 0);
+  void cache(RequestAccount account, BlockId block, Nanoseconds stamp = 0);
+  // Frees a block in `releasing`, or leaves it with its holder's account as cached.
+  void settle(BlockId block, bool cached = false);
+  // Frees a cached one.
+  void evict(BlockId block);
+  // Books a block that a request alone holds, with `references`, to a shared scope's account.
+  void give(RequestAccount account, BlockId block, TenantId scope, std::uint32_t references);
+  // Lets a shared scope itself hold one of its cached blocks, and ends that: it is cached again.
+  void hold_for_scope(BlockId block);
+  void end_hold_for_scope(BlockId block);
+
+  // Makes a tenant's or a shared scope's account, if there is none.
+  void account(TenantId id) { tenant(id); }
+  // Blocks that a tenant holds or has reserved.
+  BlockCount live(TenantId id) const noexcept;
 
   BlockCount total() const noexcept { return total_; }
   Balances balances() const noexcept;
@@ -109,8 +144,10 @@ class Ledger {
   TenantStatement statement(TenantId tenant) const;
   std::vector<TenantId> tenants() const;
   BlockState state_of(BlockId block) const;
-  // The account that holds the block; nothing if it is not held.
+  // The account that alone holds the block; nothing if none does.
   std::optional<RequestAccount> holder_of(BlockId block) const;
+  // The tenant or shared scope that a held, cached or releasing block is booked to.
+  std::optional<TenantId> owner_of(BlockId block) const;
 
   // Recomputes every balance and integral from the blocks and the open accounts, and says what
   // disagrees; nothing if the books are right. O(blocks + accounts).
@@ -126,20 +163,30 @@ class Ledger {
     BlockNanoseconds integral_at(Nanoseconds now) const noexcept;
   };
   struct Tenant {
+    TenantId id;
     Account held;
+    Account reserved;
+    Account cached;
     BlockNanoseconds closed_time = 0;
   };
   struct Request {
     TenantId tenant_id;
     Tenant* tenant = nullptr;  // stays where it is: map nodes do not move
-    Account held;
+    Account held;              // alone
     Account reserved;
+    Account of_scopes;
+    BlockCount split;                 // references to blocks that others of its tenant hold too
+    BlockNanoseconds split_time = 0;  // that it has paid for
     BlockCount held_peak;
     bool open = false;
   };
+  enum class Holding : std::uint8_t { kAlone, kSplit, kScope };
   struct Owner {
     BlockState state = BlockState::kFree;
-    RequestAccount account;
+    Holding holding = Holding::kAlone;
+    RequestAccount account;    // while it is held alone
+    Tenant* tenant = nullptr;  // or scope; while it is not free
+    SplitTime split;
   };
 
   Account& at(BlockState state) noexcept { return state_[static_cast<std::size_t>(state)]; }
@@ -148,7 +195,10 @@ class Ledger {
   Tenant& tenant(TenantId id);
   void move(BlockState from, BlockState to, BlockCount count);
   void hold(Request& request, BlockCount change);
-  void take_from_holder(RequestAccount account, BlockId block, BlockState to);
+  Owner& held(BlockId block);
+  void end_reference(RequestAccount account, Owner& owner, Nanoseconds stamp);
+  void take_from_holder(RequestAccount account, BlockId block, Nanoseconds stamp, BlockState to);
+  void put(Owner& owner, BlockState to);
   std::optional<std::string> audit_conservation() const;
   std::optional<std::string> audit_blocks() const;
   std::optional<std::string> audit_tenants() const;

@@ -9,6 +9,8 @@ namespace kvledger {
 namespace {
 
 constexpr std::int64_t kBlockTokensMax = 4096;
+// Children that are compared token by token for the likest.
+constexpr int kChildrenCompared = 16;
 
 // Odd constants with bits everywhere, apart from each other.
 constexpr std::uint64_t kTokenFactor = 0x9e3779b97f4a7c15;
@@ -148,6 +150,25 @@ std::optional<PrefixNode> PrefixIndex::place(PrefixNode parent, ScopeId scope,
   return PrefixNode{node.serial, slot};
 }
 
+std::optional<PrefixIndex::Likeness> PrefixIndex::likest(PrefixNode parent, ScopeId scope,
+                                                         std::span<const Token> tokens) const {
+  CacheSlot child = parent == root() ? first_of_root_ : at(parent).first_child;
+  Likeness best;
+  for (int i = 0; i < kChildrenCompared && child != kNoSlot; ++i) {
+    const Node& node = nodes_[child];
+    if (node.is_filled && node.scope == scope) {
+      const Token* own = tokens_.data() + child * static_cast<std::size_t>(settings_.block_tokens);
+      const auto differ = std::mismatch(tokens.begin(), tokens.end(), own, own + node.tokens).first;
+      const std::int64_t alike = differ - tokens.begin();
+      if (alike > best.tokens) {
+        best = Likeness{PrefixNode{node.serial, child}, alike};
+      }
+    }
+    child = node.next_sibling;
+  }
+  return best.tokens == 0 ? std::nullopt : std::optional(best);
+}
+
 void PrefixIndex::link(CacheSlot slot) {
   Node& node = nodes_[slot];
   CacheSlot& first = bucket(node.key);
@@ -219,7 +240,9 @@ void PrefixIndex::offer_if_possible(CacheSlot slot) {
 }
 
 void PrefixIndex::pin(PrefixNode node) {
-  ++at(node).pins;
+  Node& pinned = at(node);
+  cached_ -= pinned.is_filled && pinned.pins == 0 ? 1 : 0;
+  ++pinned.pins;
   offer_if_possible(node.slot);
 }
 
@@ -230,6 +253,7 @@ void PrefixIndex::unpin(PrefixNode node) {
   Node& pinned = at(node);
   KVL_CHECK_GT(pinned.pins, 0U);
   --pinned.pins;
+  cached_ += pinned.is_filled && pinned.pins == 0 ? 1 : 0;
   offer_if_possible(node.slot);
   forget_if_useless(node.slot);
 }
@@ -240,6 +264,7 @@ void PrefixIndex::fill(PrefixNode node, BlockId block) {
   hollow.is_filled = true;
   hollow.block = block;
   ++filled_;
+  cached_ += hollow.pins == 0 ? 1 : 0;
   policy_->entered(node.slot, ++uses_);
   offer_if_possible(node.slot);
 }
@@ -274,6 +299,7 @@ BlockId PrefixIndex::empty(CacheSlot slot, Departure how) {
   policy_->leaving(slot, how);
   node.is_filled = false;
   --filled_;
+  cached_ -= node.pins == 0 ? 1 : 0;
   return node.block;
 }
 
@@ -304,6 +330,11 @@ void PrefixIndex::purge(ScopeId scope, std::vector<BlockId>& freed, std::vector<
        found = first_of_scope_.find(scope)) {
     purge_from(found->second, freed, pinned);
   }
+}
+
+void PrefixIndex::purge(PrefixNode top, std::vector<BlockId>& freed, std::vector<BlockId>& pinned) {
+  KVL_CHECK(knows(top));
+  purge_from(top.slot, freed, pinned);
 }
 
 // Children go before their parents, so that no link leads to a node that is gone; each node is come
@@ -360,6 +391,7 @@ std::optional<std::string> PrefixIndex::audit_node(CacheSlot slot) const {
 std::optional<std::string> PrefixIndex::audit() const {
   std::int64_t in_use = 0;
   std::int64_t filled = 0;
+  std::int64_t cached = 0;
   std::vector<bool> is_child(nodes_.size(), false);
   std::int64_t children = 0;
   const auto count_children = [&](CacheSlot first) {
@@ -376,6 +408,7 @@ std::optional<std::string> PrefixIndex::audit() const {
     }
     ++in_use;
     filled += nodes_[slot].is_filled ? 1 : 0;
+    cached += nodes_[slot].is_filled && nodes_[slot].pins == 0 ? 1 : 0;
     count_children(nodes_[slot].first_child);
     if (std::optional<std::string> wrong = audit_node(static_cast<CacheSlot>(slot))) {
       return wrong;
@@ -388,8 +421,8 @@ std::optional<std::string> PrefixIndex::audit() const {
     }
   }
   const auto free = static_cast<std::int64_t>(free_.size());
-  if (in_use != nodes_in_use_ || filled != filled_ || children != in_use || scoped != in_use ||
-      in_use + free != settings_.nodes) {
+  if (in_use != nodes_in_use_ || filled != filled_ || cached != cached_ || children != in_use ||
+      scoped != in_use || in_use + free != settings_.nodes) {
     return std::to_string(in_use) + " nodes, " + std::to_string(filled) + " filled, " +
            std::to_string(children) + " children, " + std::to_string(scoped) + " in scopes, " +
            std::to_string(free) + " free do not agree";

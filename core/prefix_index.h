@@ -78,6 +78,15 @@ class PrefixIndex {
   // one begin, and none that is shared.
   std::optional<PrefixNode> place(PrefixNode parent, ScopeId scope, std::span<const Token> tokens);
 
+  // Of a node's children in `scope`, the filled one that begins with the most of `tokens`, and how
+  // many; nothing if none begins so. Only the youngest few children are looked at.
+  struct Likeness {
+    PrefixNode node;
+    std::int64_t tokens = 0;
+  };
+  std::optional<Likeness> likest(PrefixNode parent, ScopeId scope,
+                                 std::span<const Token> tokens) const;
+
   // Keeps a node, and its block if it has one, from being dropped.
   void pin(PrefixNode node);
   // Ends a pin; a node that nothing keeps any more is forgotten.
@@ -98,6 +107,8 @@ class PrefixIndex {
   // From then on nobody knows such a node: who has pinned one asks knows() before anything but
   // unpin(), which takes it.
   void purge(ScopeId scope, std::vector<BlockId>& freed, std::vector<BlockId>& pinned);
+  // The same for one node and all that hangs below it.
+  void purge(PrefixNode top, std::vector<BlockId>& freed, std::vector<BlockId>& pinned);
 
   bool knows(PrefixNode node) const noexcept;
   std::int64_t pins(PrefixNode node) const { return at(node).pins; }
@@ -106,6 +117,8 @@ class PrefixIndex {
   std::int64_t block_tokens() const noexcept { return settings_.block_tokens; }
   std::int64_t nodes() const noexcept { return nodes_in_use_; }
   std::int64_t filled() const noexcept { return filled_; }
+  // Filled ones that nobody has pinned.
+  std::int64_t cached() const noexcept { return cached_; }
   // Nodes found by their table but refused for their tokens, parent or scope.
   std::uint64_t mismatches() const noexcept { return mismatches_; }
 
@@ -169,6 +182,7 @@ class PrefixIndex {
   std::uint64_t uses_ = 0;
   std::int64_t nodes_in_use_ = 0;
   std::int64_t filled_ = 0;
+  std::int64_t cached_ = 0;
   mutable std::uint64_t mismatches_ = 0;
 };
 

@@ -39,6 +39,8 @@ void Request::absorb(const Sequence& ended) noexcept {
   computed_tokens += ended.computed_tokens;
   recomputed_tokens += ended.recomputed_tokens;
   shared_tokens += ended.shared_tokens;
+  reused_own += ended.reused_own;
+  reused_shared += ended.reused_shared;
   preemptions += ended.preemptions;
 }
 

@@ -50,6 +50,8 @@ struct Request {
   std::int64_t computed_tokens = 0;
   std::int64_t recomputed_tokens = 0;
   std::int64_t shared_tokens = 0;
+  std::int64_t reused_own = 0;
+  std::int64_t reused_shared = 0;
   std::int64_t preemptions = 0;
 };
 

@@ -39,8 +39,14 @@ BlockId Reservation::acquire() {
 }
 
 void Reservation::forfeit() {
-  if (remaining_ > kNone) {
-    pool_->forfeit(account_, std::exchange(remaining_, kNone));
+  forfeit(remaining_);
+}
+
+void Reservation::forfeit(BlockCount count) {
+  KVL_CHECK_LE(count, remaining_);
+  if (count > kNone) {
+    remaining_ -= count;
+    pool_->forfeit(account_, count);
   }
 }
 

@@ -30,6 +30,8 @@ class Reservation {
   BlockId acquire();
   // Gives back what was not acquired.
   void forfeit();
+  // Gives back some of it.
+  void forfeit(BlockCount count);
 
  private:
   friend class BlockPool;

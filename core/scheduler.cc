@@ -19,12 +19,14 @@ constexpr BlockCount kOne{1};
 }  // namespace
 
 Scheduler::Scheduler(const SchedulerSettings& settings, std::int32_t slots_per_block,
-                     std::int64_t tokens_max, BlockPool& pool, BlockTables& tables)
+                     std::int64_t tokens_max, BlockPool& pool, BlockTables& tables,
+                     PrefixCache& cache)
     : settings_(settings),
-      tokens_max_(tokens_max),
+      slots_per_block_(slots_per_block),
       pool_(pool),
       tables_(tables),
-      blocks_(slots_per_block, pool, tables) {
+      cache_(cache),
+      blocks_(slots_per_block, pool, tables, cache) {
   KVL_CHECK_GE(settings.sequences_max, 1);
   KVL_CHECK_GE(settings.token_budget, settings.sequences_max);
   KVL_CHECK_LE(settings.sequences_max, tables.rows());
@@ -126,7 +128,8 @@ void Scheduler::schedule(Nanoseconds now, StepPlan& plan, StepReport& report) {
   chunks_.clear();
   const std::int64_t decode_tokens = choose_decode(now, plan, report);
   decode_chunks_ = chunks_.size();
-  collect_prefill();
+  collect_prefill(plan);
+  find_waiters();
   const std::int64_t room = prefill_room(settings_.token_budget - decode_tokens);
   plan.set_prefill_room(room);
   share_prefill_budget(room);
@@ -172,7 +175,7 @@ bool Scheduler::grow(std::size_t& index, std::int64_t tokens, Nanoseconds now, S
   Sequence& sequence = *running_[index];
   for (BlockCount missing = blocks_.missing(sequence, tokens); missing > kNone;) {
     if (sequence.reservation.remaining() == kNone) {
-      std::optional<Reservation> one = pool_.reserve(sequence.account, kOne);
+      std::optional<Reservation> one = cache_.reserve(sequence.account, kOne);
       if (!one) {
         const std::size_t victim = victim_for(index);
         if (victim == running_.size()) {
@@ -211,16 +214,18 @@ std::size_t Scheduler::victim_for(std::size_t index) const {
 
 // Prompts that could be computed now: those already running, and the first waiting ones whose
 // blocks could be reserved.
-void Scheduler::collect_prefill() {
+void Scheduler::collect_prefill(StepPlan& plan) {
   candidates_.clear();
   passed_over_.clear();
   for (Sequence* sequence : running_) {
     if (sequence->activity == Sequence::Activity::kPrefill && !sequence->paused) {
-      candidates_.push_back(Candidate{sequence});
+      blocks_.catch_up(*sequence, plan);
+      candidates_.emplace_back();
+      candidates_.back().sequence = sequence;
     }
   }
   std::int64_t rows = settings_.sequences_max - running();
-  BlockCount room = pool_.available() - BlockCount{running()};
+  BlockCount room = cache_.available() - BlockCount{running()};
   auto passes = static_cast<std::int64_t>(kLookahead);  // that those looked at still put up with
   for (Sequence* sequence : waiting_) {
     if (rows == 0 || passes == 0 || passed_over_.size() == kLookahead) {
@@ -228,7 +233,9 @@ void Scheduler::collect_prefill() {
     }
     passed_over_.push_back(sequence);
     const Candidate next = candidate(*sequence);
-    const BlockCount needed = blocks_to_admit(*sequence, next.shared);
+    const BlockCount needed =
+        blocks_to_admit(*sequence, next.shared + next.match.blocks * slots_per_block_) +
+        BlockCount{next.match.cached};
     if (needed <= room) {
       room -= needed + kOne;  // its blocks, and one to grow into
       --rows;
@@ -241,14 +248,43 @@ void Scheduler::collect_prefill() {
 
 // A waiting sequence, with what it could share now. Of its last token it needs the logits, so it
 // computes that itself.
-Scheduler::Candidate Scheduler::candidate(Sequence& waiting) noexcept {
-  Candidate next{&waiting};
+Scheduler::Candidate Scheduler::candidate(Sequence& waiting) {
+  Candidate next;
+  next.sequence = &waiting;
   if (waiting.request->is_shared()) {
     next.source = waiting.request->source();
-    next.shared =
-        next.source == nullptr ? 0 : std::min(waiting.prompt_count, waiting.token_count() - 1);
+  }
+  if (next.source != nullptr) {
+    next.shared = std::min(waiting.prompt_count, waiting.token_count() - 1);
+  } else {
+    next.match = cache_.match(waiting);
+    next.reused = next.match.blocks * slots_per_block_ + next.match.tail;
   }
   return next;
+}
+
+// Who would compute the very block that an earlier one is about to compute waits for it.
+void Scheduler::find_waiters() {
+  if (!cache_.is_on() || candidates_.size() < 2) {
+    return;
+  }
+  std::sort(candidates_.begin(), candidates_.end(),
+            [](const auto& a, const auto& b) { return ByRank{}(a.sequence, b.sequence); });
+  for (std::size_t i = 1; i < candidates_.size(); ++i) {
+    const auto place = cache_.next_place(*candidates_[i].sequence);
+    for (std::size_t j = 0; j < i && place && candidates_[i].source == nullptr; ++j) {
+      const Candidate& first = candidates_[j];
+      if (first.waits_for != nullptr || first.source != nullptr) {
+        continue;
+      }
+      const auto other = cache_.next_place(*first.sequence);
+      if (other && other->parent == place->parent && other->scope == place->scope &&
+          std::ranges::equal(other->tokens, place->tokens)) {
+        candidates_[i].waits_for = first.sequence;
+        break;
+      }
+    }
+  }
 }
 
 // Prompt tokens for which the step has time, at most `budget`. Where a step is limited, those who
@@ -304,16 +340,39 @@ void Scheduler::share_prefill_budget(std::int64_t budget) {
   Candidate& first = candidates_.front();
   first.tokens = std::min(first.pending(), std::max<std::int64_t>(1, budget / 2));
   budget -= first.tokens;
+  // Who waits for a block comes last: by then it is known whether it is computed to its end.
   std::sort(candidates_.begin() + 1, candidates_.end(), [](const auto& a, const auto& b) {
-    const std::int64_t left = a.pending();
-    const std::int64_t right = b.pending();
+    if ((a.waits_for != nullptr) != (b.waits_for != nullptr)) {
+      return b.waits_for != nullptr;
+    }
+    const std::int64_t left = a.listed();
+    const std::int64_t right = b.listed();
     return left != right ? left < right : ByRank{}(a.sequence, b.sequence);
   });
-  for (auto candidate = candidates_.begin() + 1; candidate != candidates_.end(); ++candidate) {
-    candidate->tokens = std::min(candidate->pending(), budget);
-    budget -= candidate->tokens;
+  const auto waiters =
+      std::find_if(candidates_.begin() + 1, candidates_.end(),
+                   [](const Candidate& candidate) { return candidate.waits_for != nullptr; });
+  const auto give = [&budget](Candidate& candidate) {
+    candidate.tokens = std::min(candidate.pending(), budget);
+    budget -= candidate.tokens;
+  };
+  std::for_each(candidates_.begin() + 1, waiters, give);
+  const std::int64_t more = std::min(first.pending() - first.tokens, budget);
+  first.tokens += more;
+  budget -= more;
+  for (auto waiter = waiters; waiter != candidates_.end(); ++waiter) {
+    if (!completes_next_block(*waiter->waits_for)) {
+      give(*waiter);
+    }
   }
-  first.tokens = std::min(first.pending(), first.tokens + budget);
+}
+
+// Whether a candidate's share of the budget reaches the end of the block that it is in.
+bool Scheduler::completes_next_block(const Sequence& sequence) const noexcept {
+  const auto found =
+      std::find_if(candidates_.begin(), candidates_.end(),
+                   [&](const Candidate& candidate) { return candidate.sequence == &sequence; });
+  return found->computed() % slots_per_block_ + found->tokens >= slots_per_block_;
 }
 
 // Whoever got a share of the budget runs; the waiting ones among them are admitted.
@@ -322,23 +381,9 @@ void Scheduler::admit_chosen(Nanoseconds now, StepPlan& plan, StepReport& report
     if (candidate.tokens == 0) {
       continue;
     }
-    Sequence& sequence = *candidate.sequence;
-    chunks_.push_back(Chunk{&sequence, candidate.tokens});
-    if (sequence.state == Sequence::State::kRunning) {
-      continue;
-    }
-    std::optional<Reservation> reservation =
-        pool_.reserve(sequence.account, blocks_to_admit(sequence, candidate.shared));
-    KVL_CHECK(reservation.has_value());
-    sequence.reservation = std::move(*reservation);
-    run(sequence, now, candidate.shared, report);
-    if (candidate.shared > 0) {
-      blocks_.share(*candidate.source, sequence, candidate.shared, plan);
-      // The source may write into the last of them in this very step: copy it before.
-      for (BlockCount missing = blocks_.missing(sequence, candidate.tokens); missing > kNone;
-           missing -= kOne) {
-        blocks_.take(sequence, plan);
-      }
+    chunks_.push_back(Chunk{candidate.sequence, candidate.tokens});
+    if (candidate.sequence->state != Sequence::State::kRunning) {
+      begin(candidate, now, plan, report);
     }
   }
   std::int64_t admitted_behind = 0;
@@ -351,9 +396,42 @@ void Scheduler::admit_chosen(Nanoseconds now, StepPlan& plan, StepReport& report
   }
 }
 
+// Admits a waiting sequence: with what it shares, and with a reservation for the rest.
+void Scheduler::begin(const Candidate& candidate, Nanoseconds now, StepPlan& plan,
+                      StepReport& report) {
+  Sequence& sequence = *candidate.sequence;
+  // Others may have evicted some of it since: then it needs more blocks, of which there are more.
+  const PrefixMatch match = candidate.source == nullptr ? cache_.match(sequence) : PrefixMatch{};
+  const std::int64_t whole = match.blocks * slots_per_block_;
+  run(sequence, now, candidate.shared, whole + match.tail, report);
+  blocks_.begin_with(sequence, match, plan);
+  if (match.tail > 0) {
+    cache_.pin_source(match);
+  }
+  std::optional<Reservation> reservation =
+      cache_.reserve(sequence.account, blocks_to_admit(sequence, candidate.shared + whole));
+  KVL_CHECK(reservation.has_value());
+  sequence.reservation = std::move(*reservation);
+  if (match.tail > 0) {
+    blocks_.copy_tail(sequence, match, plan);
+    cache_.unpin_source(match);
+  }
+  if (candidate.shared > 0) {
+    blocks_.share(*candidate.source, sequence, candidate.shared, plan);
+    // The source may write into the last of them in this very step: copy it before.
+    for (BlockCount missing = blocks_.missing(sequence, candidate.tokens); missing > kNone;
+         missing -= kOne) {
+      blocks_.take(sequence, plan);
+    }
+  }
+  if (sequence.request->is_shared() && sequence.computed >= sequence.prompt_count) {
+    arrange(*sequence.request);
+  }
+}
+
 // Gives a waiting sequence a row and its place among the running ones.
 void Scheduler::run(Sequence& sequence, Nanoseconds now, std::int64_t shared_tokens,
-                    StepReport& report) {
+                    std::int64_t reused_tokens, StepReport& report) {
   leave_queue(sequence);
   sequence.row = tables_.take_row();
   sequence.state = Sequence::State::kRunning;
@@ -361,9 +439,9 @@ void Scheduler::run(Sequence& sequence, Nanoseconds now, std::int64_t shared_tok
   sequence.spend(now, Sequence::Activity::kPrefill);
   running_.insert(std::upper_bound(running_.begin(), running_.end(), &sequence, ByRank{}),
                   &sequence);
-  report.admissions.push_back(Admission{sequence.id.value(), sequence.times.queued,
-                                        static_cast<std::int32_t>(sequence.row.value()),
-                                        sequence.admitted_before ? 1 : 0, shared_tokens});
+  report.admissions.push_back(Admission{
+      sequence.id.value(), sequence.times.queued, static_cast<std::int32_t>(sequence.row.value()),
+      sequence.admitted_before ? 1 : 0, shared_tokens, reused_tokens});
   sequence.admitted_before = true;
   sequence.overtaken = 0;
 }
@@ -407,7 +485,7 @@ void Scheduler::fork_samples(const Sequence& leader, std::int32_t token, Nanosec
     if (!may_fork(*sample)) {
       continue;
     }
-    run(*sample, now, sample->prompt_count, report);
+    run(*sample, now, sample->prompt_count, 0, report);
     blocks_.share(leader, *sample, sample->prompt_count, plan);
     chunks_.push_back(Chunk{sample, 0});
     plan.append_logits(token, sample->row);
@@ -418,7 +496,7 @@ void Scheduler::fork_samples(const Sequence& leader, std::int32_t token, Nanosec
 bool Scheduler::may_fork(const Sequence& sample) const {
   return sample.state == Sequence::State::kWaiting && !sample.paused &&
          sample.output_count() == 0 && !is_protected(sample) &&
-         running() < settings_.sequences_max && pool_.available() > BlockCount{running()} &&
+         running() < settings_.sequences_max && cache_.available() > BlockCount{running()} &&
          (waiting_.empty() || !ByRank{}(*waiting_.begin(), &sample));
 }
 
@@ -462,8 +540,9 @@ BlockCount Scheduler::blocks_to_admit(const Sequence& sequence, std::int64_t sha
   std::int64_t tokens = sequence.token_count();
   if (is_protected(sequence)) {
     // The limit may be any number, so it is compared before it is added.
-    const std::int64_t last = sequence.prompt_count + std::min(sequence.output_tokens_max,
-                                                               tokens_max_ - sequence.prompt_count);
+    const std::int64_t last =
+        sequence.prompt_count +
+        std::min(sequence.output_tokens_max, sequence.tokens_max - sequence.prompt_count);
     tokens = last - 1;  // the last token ends the sequence before it needs a slot
   }
   return blocks_for(tokens) - blocks_.full_blocks(shared_tokens);

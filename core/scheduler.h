@@ -25,6 +25,11 @@
 // nobody waits before them: they take the same logits and share all blocks. Who comes later, or
 // comes back after a preemption, shares what it can and computes the rest.
 //
+// Reuse. A sequence begins with what the prefix index has of it (prefix_cache.h), and looks again
+// before each chunk of its prompt. While another computes its very next block and completes it in
+// this step, it waits for it: one step. Order and shares go by what a sequence would have to
+// compute if nothing were cached, so that nobody's place tells what others have cached.
+//
 // Pausing. A paused sequence keeps its place and its blocks but is not planned. When somebody else
 // needs a block it is the first victim, wherever it stands: who does not take tokens should not
 // cost anybody else theirs.
@@ -40,6 +45,7 @@
 
 #include "core/block_pool.h"
 #include "core/block_table.h"
+#include "core/prefix_cache.h"
 #include "core/request.h"
 #include "core/sequence.h"
 #include "core/sequence_blocks.h"
@@ -77,7 +83,7 @@ class Scheduler {
  public:
   // `tokens_max` is the most tokens a sequence may reach; it fits in the pool alone.
   Scheduler(const SchedulerSettings& settings, std::int32_t slots_per_block,
-            std::int64_t tokens_max, BlockPool& pool, BlockTables& tables);
+            std::int64_t tokens_max, BlockPool& pool, BlockTables& tables, PrefixCache& cache);
 
   // Adds the samples of a new request to the queue. The scheduler keeps their addresses until
   // remove(). It takes the memory for all that can happen to them; nothing else here allocates.
@@ -119,7 +125,8 @@ class Scheduler {
 
   // The phases of schedule(), in the order they run.
   std::int64_t choose_decode(Nanoseconds now, StepPlan& plan, StepReport& report);
-  void collect_prefill();
+  void collect_prefill(StepPlan& plan);
+  void find_waiters();
   std::int64_t prefill_room(std::int64_t budget) const;
   void note_work() noexcept;
   void share_prefill_budget(std::int64_t budget);
@@ -128,7 +135,8 @@ class Scheduler {
   void fork_samples(const Sequence& leader, std::int32_t token, Nanoseconds now, StepPlan& plan,
                     StepReport& report);
   bool may_fork(const Sequence& sample) const;
-  void run(Sequence& sequence, Nanoseconds now, std::int64_t shared_tokens, StepReport& report);
+  void run(Sequence& sequence, Nanoseconds now, std::int64_t shared_tokens,
+           std::int64_t reused_tokens, StepReport& report);
 
   void join_queue(Sequence& sequence);
   void leave_queue(Sequence& sequence);
@@ -148,12 +156,21 @@ class Scheduler {
     // Another sample, and how many of its tokens it would begin with.
     const Sequence* source = nullptr;
     std::int64_t shared = 0;
+    // What the prefix index has for it, and how many tokens these are.
+    PrefixMatch match;
+    std::int64_t reused = 0;
     std::int64_t tokens = 0;  // its share of the budget
+    // Another candidate that is about to compute its next block.
+    const Sequence* waits_for = nullptr;
 
-    std::int64_t computed() const noexcept { return sequence->computed + shared; }
+    std::int64_t computed() const noexcept { return sequence->computed + shared + reused; }
     std::int64_t pending() const noexcept { return sequence->token_count() - computed(); }
+    // What would be pending if nothing had been cached.
+    std::int64_t listed() const noexcept { return pending() + reused + sequence->reused_now; }
   };
-  static Candidate candidate(Sequence& waiting) noexcept;
+  Candidate candidate(Sequence& waiting);
+  void begin(const Candidate& candidate, Nanoseconds now, StepPlan& plan, StepReport& report);
+  bool completes_next_block(const Sequence& sequence) const noexcept;
 
   const SchedulerSettings settings_;
   // A sample whose prompt is complete with this step, and the plan's token at its end.
@@ -162,9 +179,10 @@ class Scheduler {
     std::int32_t token = 0;
   };
 
-  const std::int64_t tokens_max_;
+  const std::int64_t slots_per_block_;
   BlockPool& pool_;
   BlockTables& tables_;
+  PrefixCache& cache_;
   SequenceBlocks blocks_;
 
   using Waiting = std::set<Sequence*, ByRank>;

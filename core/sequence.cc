@@ -17,6 +17,7 @@ Sequence::Sequence(const Arrival& arrival, std::vector<Token> prompt,
       ignore_end_of_text(arrival.ignore_end_of_text),
       arrived_at(arrival.arrived_at),
       tokens(std::move(prompt)),
+      scopes(arrival.scopes),
       activity_since(arrival.arrived_at) {}
 
 void Sequence::spend(Nanoseconds now, Activity next) noexcept {

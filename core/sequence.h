@@ -16,6 +16,8 @@
 #include <vector>
 
 #include "core/ledger.h"
+#include "core/prefix_index.h"
+#include "core/prefix_scopes.h"
 #include "core/request.h"
 #include "core/reservation.h"
 #include "core/types.h"
@@ -59,6 +61,14 @@ struct Arrival {
   bool ignore_end_of_text = false;
   // Sequences that continue the prompt, from 1 to kSamplesMax.
   std::int64_t samples = 1;
+  PrefixScopes scopes;
+};
+
+// One block of a sequence that the prefix index knows: its node, pinned while the sequence runs,
+// and the ledger's stamp for it.
+struct PathEntry {
+  PrefixNode node;
+  Nanoseconds stamp = 0;
 };
 
 struct Sequence {
@@ -85,6 +95,8 @@ struct Sequence {
   const std::int64_t output_tokens_max;
   const bool ignore_end_of_text;
   const Nanoseconds arrived_at;
+  // Most tokens that it may reach.
+  std::int64_t tokens_max = 0;
 
   State state = State::kWaiting;
   // Order among all sequences: lower goes first. Fixed at arrival, so a preempted sequence keeps
@@ -96,6 +108,21 @@ struct Sequence {
   std::int64_t computed_peak = 0;
   TableRow row;
   Reservation reservation;
+
+  const PrefixScopes scopes;
+  // Of its first blocks. While it waits they are only what was found when it was last looked at.
+  std::vector<PathEntry> path;
+  // The first block that lies in its own scope.
+  std::int64_t own_from = 0;
+  // The first block that it put into the index itself; -1 for none.
+  std::int64_t filled_from = -1;
+  // Whether the index could not follow it any further.
+  bool path_ends = false;
+  // Tokens that it did not compute since it was admitted last.
+  std::int64_t reused_now = 0;
+  // Tokens that it found computed, each time it did, by whose scope they were in.
+  std::int64_t reused_own = 0;
+  std::int64_t reused_shared = 0;
 
   // Not to be planned until somebody takes what it produced.
   bool paused = false;

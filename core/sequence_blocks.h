@@ -5,6 +5,9 @@
 // says what to copy into it before anything of the step is computed (copy-on-write). The last one
 // left keeps the block.
 //
+// What the prefix index has of a sequence's beginning (prefix_cache.h) is shared in the same way,
+// by whole blocks that nobody writes any more; the last, partial one is copied at once.
+//
 // One thread at a time.
 
 #pragma once
@@ -13,6 +16,7 @@
 
 #include "core/block_pool.h"
 #include "core/block_table.h"
+#include "core/prefix_cache.h"
 #include "core/sequence.h"
 #include "core/step_plan.h"
 #include "core/types.h"
@@ -21,7 +25,8 @@ namespace kvledger {
 
 class SequenceBlocks {
  public:
-  SequenceBlocks(std::int32_t slots_per_block, BlockPool& pool, BlockTables& tables);
+  SequenceBlocks(std::int32_t slots_per_block, BlockPool& pool, BlockTables& tables,
+                 PrefixCache& cache);
 
   // Blocks that hold `tokens` tokens of a sequence.
   BlockCount blocks_for(std::int64_t tokens) const noexcept;
@@ -35,6 +40,12 @@ class SequenceBlocks {
   // Lets `to`, which has no block yet, begin with the blocks of the first `tokens` tokens of
   // `from`, another sample of its request.
   void share(const Sequence& from, Sequence& to, std::int64_t tokens, StepPlan& plan);
+  // Lets a sequence that has no block yet begin with the whole blocks that were matched.
+  void begin_with(Sequence& sequence, const PrefixMatch& match, StepPlan& plan);
+  // Copies what the match has of the next block into one of the sequence's reservation.
+  void copy_tail(Sequence& sequence, const PrefixMatch& match, StepPlan& plan);
+  // Takes the blocks that others have computed meanwhile in place of those it would compute next.
+  void catch_up(Sequence& running, StepPlan& plan);
   // Gives back all blocks, the row, and what was promised.
   void give_back(Sequence& sequence);
 
@@ -45,6 +56,7 @@ class SequenceBlocks {
   const std::int64_t slots_per_block_;
   BlockPool& pool_;
   BlockTables& tables_;
+  PrefixCache& cache_;
 };
 
 }  // namespace kvledger

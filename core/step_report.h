@@ -26,6 +26,8 @@ struct Admission {
   std::int32_t again = 0;
   // Tokens with which it begins because another sample of its request has computed them.
   std::int64_t shared_tokens = 0;
+  // Tokens with which it begins because the prefix index had them.
+  std::int64_t reused_tokens = 0;
 };
 
 // A sequence lost its blocks and went back to the queue.
@@ -64,6 +66,9 @@ struct Receipt {
   std::int64_t recomputed_tokens = 0;
   // Tokens that samples did not compute because another sample had.
   std::int64_t shared_tokens = 0;
+  // Tokens that the prefix index had, each time it did: in scopes of its own, and in shared ones.
+  std::int64_t reused_own = 0;
+  std::int64_t reused_shared = 0;
   std::int64_t preemptions = 0;
   std::int64_t peak_blocks = 0;
   std::int64_t queued = 0;
@@ -73,8 +78,12 @@ struct Receipt {
   // Blocks held, and blocks reserved but not yet held, summed over time.
   std::uint64_t held_seconds = 0;
   std::uint64_t reserved_seconds = 0;
+  // Blocks of shared scopes that it referred to: booked to the scopes, and so part of neither.
+  std::uint64_t scope_seconds = 0;
   std::uint32_t held_nanos = 0;
   std::uint32_t reserved_nanos = 0;
+  std::uint32_t scope_nanos = 0;
+  std::uint32_t unused = 0;  // records have no gaps
 };
 
 struct StepReport {

@@ -12,6 +12,7 @@
 #include "core/bindings/bindings.h"
 
 namespace py = pybind11;
+using namespace pybind11::literals;
 
 namespace kvledger::bindings {
 namespace {
@@ -91,6 +92,15 @@ py::list token_list(const Report& report) {
   return result;
 }
 
+// How a request's scopes come: one number for all that is true of them.
+enum ScopeFlag : std::uint8_t {
+  kKeeps = 1,
+  kReuses = 2,
+  kHasShared = 4,
+  kWritesShared = 8,
+  kStays = 16,
+};
+
 struct ArrivalArrays {
   Array<std::uint64_t> ids;
   Array<std::uint32_t> tenants;
@@ -101,12 +111,36 @@ struct ArrivalArrays {
   Array<std::int64_t> samples;
   Array<std::int64_t> offsets;
   Array<std::int32_t> tokens;
+  Array<std::uint32_t> own_scopes;
+  Array<std::uint32_t> shared_scopes;
+  Array<std::int64_t> shared_tokens;
+  Array<std::uint8_t> scope_flags;
+
+  PrefixScopes scopes(py::ssize_t index) const {
+    const std::uint8_t flags = scope_flags.at(index);
+    PrefixScopes scopes;
+    scopes.keeps = (flags & kKeeps) != 0;
+    scopes.reuses = (flags & kReuses) != 0;
+    scopes.own = ScopeId{own_scopes.at(index)};
+    scopes.has_shared = (flags & kHasShared) != 0;
+    scopes.shared = ScopeId{shared_scopes.at(index)};
+    scopes.shared_tokens = shared_tokens.at(index);
+    scopes.writes_shared = (flags & kWritesShared) != 0;
+    scopes.stays = (flags & kStays) != 0;
+    require(scopes.shared_tokens >= 0, "shared_tokens cannot be negative");
+    require(!scopes.has_shared || (is_shared(scopes.shared) && !is_shared(scopes.own)),
+            "a shared scope has the highest bit, the scope below it has not");
+    require(!scopes.stays || is_shared(scopes.own), "only blocks of a shared scope stay");
+    return scopes;
+  }
 
   void accept_into(Engine& engine) const {
     const py::ssize_t count = ids.size();
     require(tenants.size() == count && arrived_at.size() == count && priorities.size() == count &&
                 output_tokens_max.size() == count && ignore_end_of_text.size() == count &&
-                samples.size() == count && offsets.size() == count + 1,
+                samples.size() == count && offsets.size() == count + 1 &&
+                own_scopes.size() == count && shared_scopes.size() == count &&
+                shared_tokens.size() == count && scope_flags.size() == count,
             "arrival arrays differ in length");
     require(offsets.at(0) == 0 && offsets.at(count) == tokens.size(),
             "arrival offsets do not cover the tokens");
@@ -120,6 +154,7 @@ struct ArrivalArrays {
       arrival.output_tokens_max = output_tokens_max.at(i);
       arrival.ignore_end_of_text = ignore_end_of_text.at(i);
       arrival.samples = samples.at(i);
+      arrival.scopes = scopes(i);
       require(arrival.samples >= 1 && arrival.samples <= kSamplesMax,
               "a request has 1 to 16 samples");
       const auto first = static_cast<std::size_t>(offsets.at(i));
@@ -142,6 +177,7 @@ std::unique_ptr<BoundEngine> make_engine(std::int64_t blocks, std::int32_t slots
                                          std::int64_t aging_per_priority,
                                          std::int64_t overtakes_max, std::int64_t preemptions_max,
                                          std::int64_t step_time_max, std::int64_t step_stretch,
+                                         bool reuses_prefixes, std::uint64_t seed,
                                          std::int64_t now) {
   require(blocks >= 1 && blocks < (std::int64_t{1} << 31), "blocks must be from 1 to 2^31 - 1");
   require(slots_per_block >= 1, "slots_per_block must be at least 1");
@@ -163,6 +199,8 @@ std::unique_ptr<BoundEngine> make_engine(std::int64_t blocks, std::int32_t slots
   settings.slots_per_block = slots_per_block;
   settings.context_tokens = context_tokens;
   settings.end_of_text = std::move(end_of_text);
+  settings.prefixes.on = reuses_prefixes;
+  settings.prefixes.seed = seed;
   return std::make_unique<BoundEngine>(std::make_unique<Engine>(settings, now));
 }
 
@@ -247,14 +285,14 @@ BatchView make_batch(const Array<std::int32_t>& query_start,
 }
 
 void bind_records() {
-  PYBIND11_NUMPY_DTYPE(Admission, sequence, queued, row, again, shared_tokens);
+  PYBIND11_NUMPY_DTYPE(Admission, sequence, queued, row, again, shared_tokens, reused_tokens);
   PYBIND11_NUMPY_DTYPE(Preemption, sequence, computed_tokens);
   PYBIND11_NUMPY_DTYPE(Refusal, sequence, tokens, tokens_max);
   PYBIND11_NUMPY_DTYPE(OutputToken, sequence, token, end_reason);
   PYBIND11_NUMPY_DTYPE(Receipt, sequence, tenant, end_reason, prompt_tokens, output_tokens,
-                       computed_tokens, recomputed_tokens, shared_tokens, preemptions, peak_blocks,
-                       queued, prefill, decode, paused, held_seconds, reserved_seconds, held_nanos,
-                       reserved_nanos);
+                       computed_tokens, recomputed_tokens, shared_tokens, reused_own, reused_shared,
+                       preemptions, peak_blocks, queued, prefill, decode, paused, held_seconds,
+                       reserved_seconds, scope_seconds, held_nanos, reserved_nanos, scope_nanos);
 }
 
 BatchView batch_of(const Plan& plan) {
@@ -354,23 +392,51 @@ void bind_report(py::module_& module) {
                              "int64 [5]: blocks free, reserved, held, cached, releasing");
 }
 
+template <class T>
+Array<T> or_zeros(std::optional<Array<T>> values, py::ssize_t count) {
+  if (values) {
+    return std::move(*values);
+  }
+  Array<T> zeros(count);
+  std::fill_n(zeros.mutable_data(), count, T{0});
+  return zeros;
+}
+
 void bind_arrivals(py::module_& module) {
   py::class_<ArrivalArrays>(module, "Arrivals", "New sequences, as one array for each fact.")
       .def(py::init([](Array<std::uint64_t> ids, Array<std::uint32_t> tenants,
                        Array<std::int64_t> arrived_at, Array<std::int32_t> priorities,
                        Array<std::int64_t> output_tokens_max, Array<bool> ignore_end_of_text,
                        Array<std::int64_t> samples, Array<std::int64_t> offsets,
-                       Array<std::int32_t> tokens) {
-             return ArrivalArrays{
-                 std::move(ids),        std::move(tenants),           std::move(arrived_at),
-                 std::move(priorities), std::move(output_tokens_max), std::move(ignore_end_of_text),
-                 std::move(samples),    std::move(offsets),           std::move(tokens)};
+                       Array<std::int32_t> tokens, std::optional<Array<std::uint32_t>> own_scopes,
+                       std::optional<Array<std::uint32_t>> shared_scopes,
+                       std::optional<Array<std::int64_t>> shared_tokens,
+                       std::optional<Array<std::uint8_t>> scope_flags) {
+             const py::ssize_t count = ids.size();
+             return ArrivalArrays{std::move(ids),
+                                  std::move(tenants),
+                                  std::move(arrived_at),
+                                  std::move(priorities),
+                                  std::move(output_tokens_max),
+                                  std::move(ignore_end_of_text),
+                                  std::move(samples),
+                                  std::move(offsets),
+                                  std::move(tokens),
+                                  or_zeros(std::move(own_scopes), count),
+                                  or_zeros(std::move(shared_scopes), count),
+                                  or_zeros(std::move(shared_tokens), count),
+                                  or_zeros(std::move(scope_flags), count)};
            }),
            py::kw_only(), py::arg("ids").noconvert(), py::arg("tenants").noconvert(),
            py::arg("arrived_at").noconvert(), py::arg("priorities").noconvert(),
            py::arg("output_tokens_max").noconvert(), py::arg("ignore_end_of_text").noconvert(),
            py::arg("samples").noconvert(), py::arg("offsets").noconvert(),
-           py::arg("tokens").noconvert());
+           py::arg("tokens").noconvert(), py::arg("own_scopes").noconvert() = py::none(),
+           py::arg("shared_scopes").noconvert() = py::none(),
+           py::arg("shared_tokens").noconvert() = py::none(),
+           py::arg("scope_flags").noconvert() = py::none(),
+           "Without scopes nothing is kept or reused. Flags: 1 keeps, 2 reuses, 4 has a shared "
+           "scope, 8 writes it, 16 stays.");
 }
 
 }  // namespace
@@ -393,7 +459,8 @@ void bind_engine(py::module_& module) {
            py::arg("context_tokens"), py::arg("token_budget"), py::arg("sequences_max"),
            py::arg("end_of_text"), py::arg("aging_per_priority") = 5'000'000'000,
            py::arg("overtakes_max") = 16, py::arg("preemptions_max") = 3,
-           py::arg("step_time_max") = 0, py::arg("step_stretch") = 0, py::arg("now"))
+           py::arg("step_time_max") = 0, py::arg("step_stretch") = 0,
+           py::arg("reuses_prefixes") = false, py::arg("seed") = 0, py::arg("now"))
       .def("plan", &plan_step, py::arg("now"), py::arg("arrivals") = py::none(),
            py::arg("end_ids").noconvert() = py::none(),
            py::arg("end_reasons").noconvert() = py::none(),
@@ -417,6 +484,25 @@ void bind_engine(py::module_& module) {
             self.engine().end(as_span(ids), end_reason(reason), now);
           },
           py::arg("ids").noconvert(), py::arg("reason"), py::arg("now"))
+      .def(
+          "purge",
+          [](BoundEngine& self, const Array<std::uint32_t>& scopes, std::int64_t now) {
+            std::int64_t blocks = 0;
+            for (const std::uint32_t scope : as_span(scopes)) {
+              blocks += self.engine().purge(ScopeId{scope}, now);
+            }
+            return blocks;
+          },
+          py::arg("scopes").noconvert(), py::arg("now"),
+          "Nobody finds the blocks of these scopes any more; how many blocks these were.")
+      .def_property_readonly(
+          "prefix_counts",
+          [](const BoundEngine& self) {
+            const PrefixCounts counts = self.engine().prefix_counts();
+            return py::dict("lookups"_a = counts.lookups, "reused_tokens"_a = counts.reused_tokens,
+                            "inserted"_a = counts.inserted, "evicted"_a = counts.evicted,
+                            "mismatches"_a = counts.mismatches, "foreign"_a = counts.foreign);
+          })
       .def_property_readonly(
           "sequence_tokens_max",
           [](const BoundEngine& self) { return self.engine().sequence_tokens_max(); })

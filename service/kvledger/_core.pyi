@@ -166,6 +166,10 @@ class Arrivals:
         samples: npt.NDArray[np.int64],
         offsets: npt.NDArray[np.int64],
         tokens: npt.NDArray[np.int32],
+        own_scopes: npt.NDArray[np.uint32] | None = ...,
+        shared_scopes: npt.NDArray[np.uint32] | None = ...,
+        shared_tokens: npt.NDArray[np.int64] | None = ...,
+        scope_flags: npt.NDArray[np.uint8] | None = ...,
     ) -> None: ...
 
 class Engine:
@@ -183,6 +187,8 @@ class Engine:
         preemptions_max: int = ...,
         step_time_max: int = ...,
         step_stretch: int = ...,
+        reuses_prefixes: bool = ...,
+        seed: int = ...,
         now: int,
     ) -> None: ...
     def plan(
@@ -205,6 +211,9 @@ class Engine:
     def end(self, ids: npt.NDArray[np.uint64], reason: int, now: int) -> None: ...
     @property
     def sequence_tokens_max(self) -> int: ...
+    def purge(self, scopes: npt.NDArray[np.uint32], now: int) -> int: ...
+    @property
+    def prefix_counts(self) -> dict[str, int]: ...
     def audit(self) -> str | None: ...
 
 class PackedWeight:

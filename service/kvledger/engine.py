@@ -7,6 +7,7 @@ function given at the start. No step of plain tokens loops over sequences here.
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -38,6 +39,9 @@ _IDLE_SECONDS = 0.25
 # What most steps have to tell besides their tokens.
 _NO_LOGPROBS: Mapping[int, TokenLogprobs] = MappingProxyType({})
 _NO_PROMPTS: Mapping[int, Sequence[PromptLogprobs]] = MappingProxyType({})
+
+# What is true of a job's scopes, for the core.
+_KEEPS, _REUSES, _HAS_SHARED, _WRITES_SHARED, _STAYS = 1, 2, 4, 8, 16
 
 # What a block can be, in the order of the core's balances.
 BLOCK_STATES = ("free", "reserved", "held", "cached", "releasing")
@@ -99,6 +103,7 @@ class _News(NamedTuple):
     arrivals: list[Job]
     ends: list[tuple[int, EndReason]]
     pauses: dict[int, bool]  # what was asked last, by sequence
+    purges: list[int]
 
 
 def make_core(
@@ -112,12 +117,14 @@ def make_core(
     priority_aging: float,
     tpot_target: float | None,
     step_stretch: float,
+    prefix_reuse: bool = True,
 ) -> CoreEngine:
     """Scheduler, pool and ledger for one model.
 
     `priority_aging` is the seconds of waiting that one level of priority is worth; `tpot_target`
     (seconds) and `step_stretch` (times the step of decoding alone, 0 for no limit) say how long a
-    step may become by prompts; the others are counts of blocks and tokens, and the ids that end a
+    step may become by prompts; `prefix_reuse` whether computed blocks are kept for others of their
+    scopes; the others are counts of blocks and tokens, and the ids that end a
     text.
     """
     return CoreEngine(
@@ -130,6 +137,9 @@ def make_core(
         aging_per_priority=round(priority_aging * 1e9),
         step_time_max=round((tpot_target or 0.0) * 1e9),
         step_stretch=round(step_stretch * 1000),
+        reuses_prefixes=prefix_reuse,
+        # Where things lie in the index must not be known to who chooses the tokens.
+        seed=secrets.randbits(64),
         now=time.monotonic_ns(),
     )
 
@@ -168,6 +178,7 @@ class Engine:
         self._arrivals: list[Job] = []
         self._ends: list[tuple[int, EndReason]] = []
         self._pauses: dict[int, bool] = {}  # what was asked last, by sequence
+        self._purges: list[int] = []
         self._stopping = False
         self._open: dict[int, _Open] = {}
         self._uncommitted: int | None = None  # the step that is being computed
@@ -245,6 +256,15 @@ class Engine:
             self._pauses[sequence] = False
             self._wakeup.notify()
 
+    def purge(self, scopes: Sequence[int]) -> None:
+        """Lets nobody begin with what is kept in these scopes; what runs goes on with its own.
+
+        It takes effect before the next step is planned.
+        """
+        with self._wakeup:
+            self._purges += scopes
+            self._wakeup.notify()
+
     def _run(self) -> None:
         try:
             while not self._stopping:
@@ -282,8 +302,11 @@ class Engine:
 
     def _sleep(self) -> None:
         with self._wakeup:
-            if not (self._arrivals or self._ends or self._pauses or self._stopping):
+            if not self._has_news() and not self._stopping:
                 self._wakeup.wait(_IDLE_SECONDS)
+
+    def _has_news(self) -> bool:
+        return bool(self._arrivals or self._ends or self._pauses or self._purges)
 
     def _step(self) -> bool:
         """Plans and computes one step; False if there was nothing to compute."""
@@ -293,7 +316,7 @@ class Engine:
         # A look without the lock may be taken for true: each of these is one whole object at any
         # time, and what comes just after the look is found by the next one, for the loop sleeps
         # only after a look with the lock.
-        if self._arrivals or self._ends or self._pauses:
+        if self._has_news():
             plan, report = self._plan_with(self._take_news())
         else:
             plan, report = self._core.plan(time.monotonic_ns())
@@ -375,6 +398,7 @@ class Engine:
             arrivals, self._arrivals = self._arrivals, []
             ends, self._ends = self._ends, []
             pauses, self._pauses = self._pauses, {}
+            purges, self._purges = self._purges, []
             if ends and arrivals:
                 # A job that ends before the core has seen it must arrive first: ends that name an
                 # arrival of this very moment wait for the next step.
@@ -382,7 +406,7 @@ class Engine:
                 self._ends = [end for end in ends if end[0] in new]
                 ends = [end for end in ends if end[0] not in new]
         self._open_all(arrivals)
-        return _News(arrivals, ends, pauses)
+        return _News(arrivals, ends, pauses, purges)
 
     def _open_all(self, arrivals: list[Job]) -> None:
         for job in arrivals:
@@ -402,6 +426,10 @@ class Engine:
                 self._scores.ask(job.sequence, job.prompt, job.prompt_logprobs)
 
     def _plan_with(self, news: _News) -> tuple[_core.Plan, _core.Report]:
+        if news.purges:
+            # Before the arrivals, and with no step under way.
+            blocks = self._core.purge(np.array(news.purges, dtype=np.uint32), time.monotonic_ns())
+            _log.info("scopes_purged", scopes=len(news.purges), blocks=blocks)
         pauses = [sequence for sequence, paused in news.pauses.items() if paused]
         resumes = [sequence for sequence, paused in news.pauses.items() if not paused]
         return self._core.plan(
@@ -472,4 +500,23 @@ def _as_arrays(jobs: list[Job]) -> _core.Arrivals | None:
         samples=np.array([job.samples for job in jobs], dtype=np.int64),
         offsets=np.cumsum(lengths, dtype=np.int64),
         tokens=np.concatenate([job.prompt for job in jobs]).astype(np.int32, copy=False),
+        own_scopes=np.array([job.scopes.own or 0 for job in jobs], dtype=np.uint32),
+        shared_scopes=np.array([job.scopes.shared or 0 for job in jobs], dtype=np.uint32),
+        shared_tokens=np.array([job.scopes.shared_tokens for job in jobs], dtype=np.int64),
+        scope_flags=np.array([_scope_flags(job) for job in jobs], dtype=np.uint8),
+    )
+
+
+def _scope_flags(job: Job) -> int:
+    """As the bindings of Arrivals have them."""
+    scopes = job.scopes
+    if scopes.own is None:
+        return 0
+    # Who wants to hear how likely the prompt was needs all of it computed.
+    reuses = job.prompt_logprobs is None
+    return (
+        _KEEPS
+        | (_REUSES if reuses else 0)
+        | (_HAS_SHARED if scopes.shared is not None else 0)
+        | (_WRITES_SHARED if scopes.writes_shared else 0)
     )

@@ -354,13 +354,14 @@ TEST_CASE("a scheduler whose numbers do not fit together breaks at once") {
   // If this fails, a server starts that will stand still or overrun its tables.
   Ledger ledger(BlockCount{4}, 0);
   BlockPool pool(ledger);
+  PrefixCache cache({}, 4, ledger, pool);
   BlockTables tables(2, BlockCount{4});
   const auto make = [&](std::int64_t budget, std::int64_t sequences, std::int32_t slots,
                         std::int64_t tokens_max) {
     SchedulerSettings settings;
     settings.token_budget = budget;
     settings.sequences_max = sequences;
-    return Scheduler(settings, slots, tokens_max, pool, tables).running();
+    return Scheduler(settings, slots, tokens_max, pool, tables, cache).running();
   };
   CHECK(make(2, 2, 4, 17) == 0);
   CHECK_BREAKS(make(2, 0, 4, 17));
@@ -372,7 +373,7 @@ TEST_CASE("a scheduler whose numbers do not fit together breaks at once") {
   SchedulerSettings settings;
   settings.token_budget = 2;
   settings.sequences_max = 2;
-  CHECK_BREAKS(Scheduler(settings, 4, 17, pool, narrow));
+  CHECK_BREAKS(Scheduler(settings, 4, 17, pool, narrow, cache));
 }
 
 TEST_CASE("a sequence is taken out once") {
@@ -383,7 +384,8 @@ TEST_CASE("a sequence is taken out once") {
   SchedulerSettings settings;
   settings.token_budget = 8;
   settings.sequences_max = 2;
-  Scheduler scheduler(settings, 4, 17, pool, tables);
+  PrefixCache cache({}, 4, ledger, pool);
+  Scheduler scheduler(settings, 4, 17, pool, tables, cache);
   const auto request = std::make_shared<Request>(SequenceId{0}, ledger.open(TenantId{1}));
   Sequence sequence(Arrival{}, {1, 2, 3}, request);
   request->samples.push_back(&sequence);

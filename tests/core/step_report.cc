@@ -21,11 +21,11 @@ BlockNanoseconds held(const Receipt& receipt) {
 TEST_CASE("records are plain data without gaps") {
   // If this fails, numpy reads fields where there are none.
   static_assert(std::is_trivially_copyable_v<Receipt>);
-  static_assert(sizeof(Admission) == 32);
+  static_assert(sizeof(Admission) == 40);
   static_assert(sizeof(Preemption) == 16);
   static_assert(sizeof(Refusal) == 24);
   static_assert(sizeof(OutputToken) == 16);
-  static_assert(sizeof(Receipt) == 8 + 2 * 4 + 11 * 8 + 2 * 8 + 2 * 4);
+  static_assert(sizeof(Receipt) == 8 + 2 * 4 + 13 * 8 + 3 * 8 + 4 * 4);
   CHECK(true);
 }
 

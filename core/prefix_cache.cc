@@ -1,0 +1,384 @@
+#include "core/prefix_cache.h"
+
+#include <algorithm>
+#include <new>
+
+#include "core/check.h"
+#include "core/make_room.h"
+#include "core/reuse_policy.h"
+
+namespace kvledger {
+namespace {
+
+// Nodes for each block of the pool: those without a block keep the way to others below them.
+constexpr std::int64_t kNodesForEachBlock = 2;
+
+}  // namespace
+
+PrefixCache::PrefixCache(const PrefixCacheSettings& settings, std::int64_t slots_per_block,
+                         Ledger& ledger, BlockPool& pool)
+    : slots_per_block_(slots_per_block), ledger_(ledger), pool_(pool) {
+  if (!settings.on) {
+    return;
+  }
+  const std::int64_t blocks = pool.total().value();
+  PrefixIndexSettings index;
+  index.nodes = kNodesForEachBlock * blocks;
+  index.block_tokens = slots_per_block;
+  index.seed = settings.seed;
+  index_.emplace(index, [blocks](CachedBlocks& cached) {
+    return std::make_unique<ReusePolicy>(cached, blocks);
+  });
+  freed_.reserve(static_cast<std::size_t>(blocks));
+  pinned_.reserve(static_cast<std::size_t>(blocks));
+}
+
+void PrefixCache::begin(Sequence& sequence) const {
+  if (!is_on()) {
+    return;
+  }
+  make_room(sequence.path, static_cast<std::size_t>(sequence.prompt_count / slots_per_block_));
+  sequence.own_from = border_of(sequence);
+}
+
+std::int64_t PrefixCache::border_of(const Sequence& sequence) const noexcept {
+  const PrefixScopes& scopes = sequence.scopes;
+  return scopes.has_shared ? scopes.shared_tokens / slots_per_block_ : 0;
+}
+
+PrefixNode PrefixCache::parent_of_next(const Sequence& sequence) const noexcept {
+  return sequence.path.empty() ? PrefixIndex::root() : sequence.path.back().node;
+}
+
+ScopeId PrefixCache::scope_of(const Sequence& sequence, std::int64_t index) const noexcept {
+  return index < sequence.own_from ? sequence.scopes.shared : sequence.scopes.own;
+}
+
+std::span<const Token> PrefixCache::tokens_of(const Sequence& sequence,
+                                              std::int64_t index) const noexcept {
+  return std::span<const Token>(sequence.tokens)
+      .subspan(static_cast<std::size_t>(index * slots_per_block_),
+               static_cast<std::size_t>(slots_per_block_));
+}
+
+TenantId PrefixCache::owner_of(const Sequence& sequence, ScopeId scope) const noexcept {
+  return is_shared(scope) ? TenantId{scope.value()} : sequence.tenant;
+}
+
+PrefixMatch PrefixCache::match(Sequence& waiting) {
+  PrefixMatch match;
+  if (!is_on() || !waiting.scopes.reuses) {
+    waiting.path.clear();
+    return match;
+  }
+  ++counts_.lookups;
+  revise(waiting);
+  while (extend(waiting)) {
+  }
+  for (const PathEntry& entry : waiting.path) {
+    match.cached += pool_.references(*index_->block_of(entry.node)) == 0 ? 1 : 0;
+  }
+  match.blocks = static_cast<std::int64_t>(waiting.path.size());
+  const auto found = static_cast<std::size_t>(match.blocks * slots_per_block_);
+  const auto usable = static_cast<std::size_t>(waiting.token_count() - 1);
+  const std::span<const Token> rest =
+      std::span<const Token>(waiting.tokens)
+          .subspan(found, std::min(usable - found, static_cast<std::size_t>(slots_per_block_)));
+  if (rest.empty()) {
+    return match;
+  }
+  const auto likest =
+      index_->likest(parent_of_next(waiting), scope_of(waiting, match.blocks), rest);
+  if (likest && ledger_.owner_of(*index_->block_of(likest->node)) ==
+                    owner_of(waiting, scope_of(waiting, match.blocks))) {
+    match.tail = likest->tokens;
+    match.source = likest->node;
+  }
+  return match;
+}
+
+void PrefixCache::revise(Sequence& waiting) const {
+  const auto still =
+      std::find_if(waiting.path.begin(), waiting.path.end(), [this](const PathEntry& entry) {
+        return !index_->knows(entry.node) || !index_->block_of(entry.node).has_value();
+      });
+  waiting.path.erase(still, waiting.path.end());
+  if (static_cast<std::int64_t>(waiting.path.size()) <= waiting.own_from) {
+    waiting.own_from = border_of(waiting);
+  }
+}
+
+// Finds one block more, if there is one that leaves the last token to be computed.
+bool PrefixCache::extend(Sequence& waiting) {
+  const auto index = static_cast<std::int64_t>(waiting.path.size());
+  if ((index + 1) * slots_per_block_ >= waiting.token_count() ||
+      waiting.path.size() == waiting.path.capacity()) {
+    return false;
+  }
+  std::optional<PrefixNode> node = find(waiting, index, scope_of(waiting, index));
+  if (!node && index < waiting.own_from && !waiting.scopes.writes_shared) {
+    waiting.own_from = index;  // what is not there of the shared part is its own
+    node = find(waiting, index, waiting.scopes.own);
+  }
+  if (node) {
+    waiting.path.push_back(PathEntry{*node});
+  }
+  return node.has_value();
+}
+
+// The filled node for a block of the sequence, whose blocks before it are its path.
+std::optional<PrefixNode> PrefixCache::find(const Sequence& sequence, std::int64_t index,
+                                            ScopeId scope) {
+  const PrefixNode parent = parent_of_next(sequence);
+  if (parent != PrefixIndex::root() && !index_->knows(parent)) {
+    return std::nullopt;
+  }
+  const std::optional<PrefixNode> node = index_->find(parent, scope, tokens_of(sequence, index));
+  if (!node || !index_->block_of(*node)) {
+    return std::nullopt;
+  }
+  if (ledger_.owner_of(*index_->block_of(*node)) != owner_of(sequence, scope)) {
+    ++counts_.foreign;
+    return std::nullopt;
+  }
+  return node;
+}
+
+BlockId PrefixCache::adopt(Sequence& sequence, std::int64_t index) {
+  PathEntry& entry = checked_at(sequence.path, static_cast<std::size_t>(index));
+  const BlockId block = *index_->block_of(entry.node);
+  index_->pin(entry.node);
+  index_->use(entry.node);
+  entry.stamp = pool_.join(sequence.account, block);
+  count(sequence, index, slots_per_block_);
+  return block;
+}
+
+void PrefixCache::count(Sequence& sequence, std::int64_t index, std::int64_t tokens) {
+  sequence.reused_now += tokens;
+  const bool shared = is_shared(scope_of(sequence, index));
+  (shared ? sequence.reused_shared : sequence.reused_own) += tokens;
+  counts_.reused_tokens += static_cast<std::uint64_t>(tokens);
+}
+
+void PrefixCache::follow(const Sequence& from, Sequence& to, Nanoseconds stamp) {
+  const PrefixNode node = from.path[to.path.size()].node;
+  if (index_->knows(node)) {
+    index_->pin(node);
+  }
+  make_room(to.path, to.path.size() + 1);
+  to.path.push_back(PathEntry{node, stamp});
+}
+
+void PrefixCache::pin_source(const PrefixMatch& match) {
+  index_->pin(match.source);
+  index_->use(match.source);
+}
+
+void PrefixCache::unpin_source(const PrefixMatch& match) {
+  index_->unpin(match.source);
+}
+
+void PrefixCache::count_tail(Sequence& sequence, const PrefixMatch& match) {
+  count(sequence, match.blocks, match.tail);
+}
+
+bool PrefixCache::has_next(const Sequence& running) {
+  const auto index = static_cast<std::int64_t>(running.path.size());
+  return is_on() && running.scopes.reuses && !running.path_ends &&
+         running.computed / slots_per_block_ == index &&
+         (index + 1) * slots_per_block_ < running.token_count() &&
+         running.path.size() < running.path.capacity() &&
+         find(running, index, scope_of(running, index)).has_value();
+}
+
+BlockId PrefixCache::adopt_next(Sequence& sequence) {
+  const auto index = static_cast<std::int64_t>(sequence.path.size());
+  const std::optional<PrefixNode> node = find(sequence, index, scope_of(sequence, index));
+  KVL_CHECK(node.has_value());
+  sequence.path.push_back(PathEntry{*node});
+  return adopt(sequence, index);
+}
+
+std::optional<PrefixCache::Place> PrefixCache::next_place(const Sequence& sequence) const {
+  const auto index = static_cast<std::int64_t>(sequence.path.size());
+  if (!is_on() || !sequence.scopes.keeps || sequence.path_ends ||
+      (index + 1) * slots_per_block_ >= sequence.token_count()) {
+    return std::nullopt;
+  }
+  return Place{parent_of_next(sequence), scope_of(sequence, index), tokens_of(sequence, index)};
+}
+
+bool PrefixCache::can_insert(const Sequence& sequence) const noexcept {
+  const auto index = static_cast<std::int64_t>(sequence.path.size());
+  return is_on() && sequence.scopes.keeps && !sequence.path_ends &&
+         (index + 1) * slots_per_block_ <= sequence.computed &&
+         sequence.path.size() < sequence.path.capacity();
+}
+
+void PrefixCache::insert_one(Sequence& sequence, BlockId block) {
+  const auto index = static_cast<std::int64_t>(sequence.path.size());
+  if (index < sequence.own_from && !sequence.scopes.writes_shared) {
+    if (const auto known = find(sequence, index, sequence.scopes.shared)) {
+      index_->pin(*known);
+      sequence.path.push_back(PathEntry{*known});
+      return;
+    }
+    sequence.own_from = index;
+  }
+  const ScopeId scope = scope_of(sequence, index);
+  const std::optional<PrefixNode> node = place(sequence, index, scope);
+  if (!node) {
+    sequence.path_ends = true;
+    return;
+  }
+  if (!index_->block_of(*node)) {
+    if (pool_.is_kept(block)) {
+      index_->unpin(*node);
+      sequence.path_ends = true;
+      return;
+    }
+    index_->fill(*node, block);
+    pool_.keep(sequence.account, block, owner_of(sequence, scope));
+    sequence.filled_from = sequence.filled_from < 0 ? index : sequence.filled_from;
+    ++counts_.inserted;
+  }
+  sequence.path.push_back(PathEntry{*node});
+}
+
+// Nothing where the way there was purged, or the index has no room.
+std::optional<PrefixNode> PrefixCache::place(const Sequence& sequence, std::int64_t index,
+                                             ScopeId scope) {
+  const PrefixNode parent = parent_of_next(sequence);
+  if (!index_->may_place(parent, scope)) {
+    return std::nullopt;
+  }
+  try {
+    return index_->place(parent, scope, tokens_of(sequence, index));
+  } catch (const std::bad_alloc&) {
+    return std::nullopt;
+  }
+}
+
+void PrefixCache::discard(Sequence& sequence) {
+  if (sequence.filled_from < 0) {
+    return;
+  }
+  const PrefixNode first =
+      checked_at(sequence.path, static_cast<std::size_t>(sequence.filled_from)).node;
+  if (index_->knows(first)) {
+    index_->purge(first, freed_, pinned_);
+    take_out();
+  }
+}
+
+void PrefixCache::leave(Sequence& sequence) {
+  for (auto entry = sequence.path.rbegin(); entry != sequence.path.rend(); ++entry) {
+    index_->unpin(entry->node);
+    entry->stamp = 0;
+  }
+  sequence.filled_from = -1;
+  sequence.path_ends = false;
+  sequence.reused_now = 0;
+}
+
+void PrefixCache::stay(const Sequence& ended) {
+  const auto whole = static_cast<std::size_t>(ended.prompt_count / slots_per_block_);
+  make_room(staying_, staying_.size() + whole);
+  for (std::size_t i = 0; i < std::min(whole, ended.path.size()); ++i) {
+    const PrefixNode node = ended.path[i].node;
+    if (!index_->knows(node) || !index_->block_of(node)) {
+      return;
+    }
+    const auto block = *index_->block_of(node);
+    const bool stays = std::ranges::any_of(
+        staying_, [block](const Staying& staying) { return staying.block == block; });
+    if (!stays) {
+      index_->pin(node);
+      pool_.hold_for_scope(block);
+      staying_.push_back(Staying{ended.scopes.own, node, block});
+    }
+  }
+}
+
+BlockCount PrefixCache::available() const noexcept {
+  return pool_.available() + BlockCount{is_on() ? index_->cached() : 0};
+}
+
+std::optional<Reservation> PrefixCache::reserve(RequestAccount account, BlockCount count) {
+  if (count > available()) {
+    return std::nullopt;
+  }
+  while (pool_.available() < count) {
+    const std::optional<BlockId> victim = index_->evict();
+    KVL_CHECK(victim.has_value());
+    KVL_CHECK_EQ(ledger_.state_of(*victim), BlockState::kCached);
+    pool_.drop(*victim);
+    ++counts_.evicted;
+  }
+  return pool_.reserve(account, count);
+}
+
+std::int64_t PrefixCache::purge(ScopeId scope) {
+  if (!is_on()) {
+    return 0;
+  }
+  std::erase_if(staying_, [&](const Staying& staying) {
+    if (staying.scope != scope) {
+      return false;
+    }
+    index_->unpin(staying.node);
+    pool_.end_hold_for_scope(staying.block);
+    return true;
+  });
+  index_->purge(scope, freed_, pinned_);
+  return take_out();
+}
+
+std::int64_t PrefixCache::take_out() {
+  for (const auto* blocks : {&freed_, &pinned_}) {
+    for (const BlockId block : *blocks) {
+      pool_.drop(block);
+    }
+  }
+  const auto count = static_cast<std::int64_t>(freed_.size() + pinned_.size());
+  freed_.clear();
+  pinned_.clear();
+  return count;
+}
+
+PrefixCounts PrefixCache::counts() const noexcept {
+  PrefixCounts counts = counts_;
+  counts.mismatches = is_on() ? index_->mismatches() : 0;
+  return counts;
+}
+
+void PrefixCache::count_references(std::vector<std::uint32_t>& references) const {
+  for (const Staying& staying : staying_) {
+    ++checked_at(references, staying.block.value());
+  }
+}
+
+std::optional<std::string> PrefixCache::audit() const {
+  if (!is_on()) {
+    return std::nullopt;
+  }
+  if (auto wrong = index_->audit()) {
+    return wrong;
+  }
+  std::int64_t kept = 0;
+  for (std::uint32_t i = 0; i < static_cast<std::uint32_t>(pool_.total().value()); ++i) {
+    kept += pool_.is_kept(BlockId{i}) ? 1 : 0;
+  }
+  if (kept != index_->filled()) {
+    return "the index has " + std::to_string(index_->filled()) + " blocks, the pool keeps " +
+           std::to_string(kept);
+  }
+  if (index_->cached() > ledger_.balances()[BlockState::kCached].value() &&
+      ledger_.balances()[BlockState::kReleasing].value() == 0) {
+    return "the index would evict blocks that somebody holds";
+  }
+  return std::nullopt;
+}
+
+}  // namespace kvledger
