@@ -169,6 +169,7 @@ class Engine:
         self._ends: list[tuple[int, EndReason]] = []
         self._pauses: dict[int, bool] = {}  # what was asked last, by sequence
         self._stopping = False
+        self._died = False
         self._open: dict[int, _Open] = {}
         self._uncommitted: int | None = None  # the step that is being computed
         self._owners: dict[int, int] = {}  # sequence that was admitted to a row last, by row
@@ -200,6 +201,11 @@ class Engine:
     def alive(self) -> bool:
         """Whether the thread runs."""
         return self._thread.is_alive()
+
+    @property
+    def takes_jobs(self) -> bool:
+        """Whether its loop still goes; once it does not, a job would get no receipt."""
+        return not self._died
 
     def start(self) -> None:
         """Starts the thread."""
@@ -252,6 +258,7 @@ class Engine:
                 if not self._step():
                     self._sleep()
         except BaseException:
+            self._died = True
             try:
                 _log.exception("engine_died")
                 self._close_the_books()
