@@ -27,6 +27,7 @@ class FakeEngine:
         self.sequence_tokens_max = sequence_tokens_max
         self.jobs: list[Job] = []
         self.ends: list[tuple[int, EndReason]] = []
+        self.takes_jobs = True
 
     def submit(self, job: Job) -> None:
         self.jobs.append(job)
