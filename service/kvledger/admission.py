@@ -190,6 +190,8 @@ class Admission:
         for first, entry in list(self._entries.items()):
             if entry.place.phase == Phase.HELD:
                 self._end_held(first, entry.place.usage, EndReason.FAILED)
+        for job in self._engine.take_back():
+            self._end_unheard(job, EndReason.FAILED)
         self.streams.fail_all()
 
     def enter(
@@ -296,10 +298,12 @@ class Admission:
         self.streams.leave(first)
 
     def _end_held(self, first: int, usage: TenantUsage, reason: EndReason) -> None:
+        self._end_unheard(usage.held.pop(first), reason)
+
+    def _end_unheard(self, job: Job, reason: EndReason) -> None:
         """Ends a request that the core never heard of: it cost nothing but its waiting."""
-        job = usage.held.pop(first)
         queued = time.monotonic_ns() - job.arrived_at
-        self.streams.finish(first, receipt_of_waiting(reason, len(job.prompt), queued))
+        self.streams.finish(job.sequence, receipt_of_waiting(reason, len(job.prompt), queued))
 
     def retry_after(self, ticket: Ticket) -> float:
         """Seconds until one of the requests of a ticket's tenant is likely to have ended."""

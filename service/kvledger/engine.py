@@ -230,6 +230,12 @@ class Engine:
             self._arrivals.append(job)
             self._wakeup.notify()
 
+    def take_back(self) -> list[Job]:
+        """Jobs that its loop, which has ended, never looked at: no receipt comes for them."""
+        with self._wakeup:
+            arrivals, self._arrivals = self._arrivals, []
+        return arrivals
+
     def end(self, sequence: int, reason: EndReason) -> None:
         """Ends a sequence before its time; one that has ended already is left alone.
 

@@ -28,9 +28,13 @@ class FakeEngine:
         self.jobs: list[Job] = []
         self.ends: list[tuple[int, EndReason]] = []
         self.takes_jobs = True
+        self.untaken: list[Job] = []
 
     def submit(self, job: Job) -> None:
         self.jobs.append(job)
+
+    def take_back(self) -> list[Job]:
+        return self.untaken
 
     def end(self, sequence: int, reason: EndReason) -> None:
         self.ends.append((sequence, reason))

@@ -171,11 +171,13 @@ async def test_a_server_is_empty_when_the_last_one_at_the_door_has_gone() -> Non
 def test_when_the_engine_dies_those_at_the_door_have_receipts(logger: CapturingLogger) -> None:
     """They would be handed to an engine that is gone, and end without a receipt."""
     door = Door()
-    door.limit(t1={"running_max": 1})
+    door.limit(t1={"running_max": 1}, t2={})
     tickets = [door.enter(1) for _ in range(3)]
     door.engine.takes_jobs = False
     door.finish(tickets[0], EndReason.FAILED)  # as the dying engine's last report says
     assert door.submitted == [tickets[0].sequence]
+    tickets.append(door.enter(2))
+    door.engine.untaken = door.engine.jobs[-1:]
     door.admission.fail_all()
     assert reasons(logger) == {ticket.request_id: "failed" for ticket in tickets}
     for ticket in tickets:

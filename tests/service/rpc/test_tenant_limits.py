@@ -256,6 +256,8 @@ async def test_when_the_engine_dies_those_at_the_door_have_receipts() -> None:
         gate.let(2)
         await server.until(lambda: gate.arrived == 3)
         await server.until(lambda: server.server._admission.streams.waiting_count == 2)
+        tasks.append(start_refused(server, 2))  # comes while the last step runs
+        await open_count(server, 5)
 
         def die(*arguments: object) -> object:
             raise SystemExit("injected")
@@ -264,9 +266,9 @@ async def test_when_the_engine_dies_those_at_the_door_have_receipts() -> None:
         gate.open()
         refusals = await asyncio.wait_for(asyncio.gather(*tasks), PATIENCE)
         assert {refusal.code for refusal in refusals} == {grpc.StatusCode.INTERNAL}
-        assert len({refusal.receipt.request_id for refusal in refusals}) == 4
+        assert len({refusal.receipt.request_id for refusal in refusals}) == 5
         assert await asyncio.wait_for(server.exit, PATIENCE) == BROKE
-        assert server.log.reasons == ["failed"] * 4
+        assert server.log.reasons == ["failed"] * 5
         assert server.log.of("request_without_receipt") == []
 
 
