@@ -100,7 +100,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 raise ModelUnknown
             tokenizer = self._model.tokenizer
             stop_ids = frozenset(request.stop.token_ids)
-            prompt = await self._prompts.encode(request)
+            prompt = await self._prompts.encode(request, DEV_CALLER.tenant)
             constraint = await self._constraint(request, context)
             samples = [
                 SampleStream(
