@@ -153,11 +153,13 @@ class Admission:
 
         Before the first call everybody may, without limits. What runs or waits stays, whatever the
         new limits; who is not named here any more enters no more. `more_may_come` says that tenants
-        may be added later: then not all of the pool can be guaranteed. Raises SettingRefused, and
-        then nothing has changed.
+        may be added later: then not all of the pool can be guaranteed. Raises SettingRefused, or
+        what `set_shares` raises, and then nothing has changed here.
         """
-        shares = self._quotas.set_tenants(tenants, more_may_come, time.monotonic_ns())
+        listed = list(tenants)
+        shares = self._quotas.shares(listed, more_may_come)
         self._set_shares(shares)
+        self._quotas.set_tenants(listed, shares, time.monotonic_ns())
         self._metered = {
             sequence: entry.place.usage
             for first, entry in self._entries.items()

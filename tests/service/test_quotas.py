@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from kvledger.errors import (
     QueuedTokensFull,
     QueueFull,
     SettingRefused,
+    TenantClosed,
 )
 from kvledger.sampling import SamplingParameters
 from kvledger.tenants.shares import CoreShare, PoolShape
@@ -258,6 +260,23 @@ def test_the_core_is_told_of_the_shares_when_they_change() -> None:
     assert door.shares == [
         [CoreShare(1, 2, 10, False, 6), CoreShare(2, 0, 5, False, 5)],
     ]
+
+
+def test_shares_that_the_core_refuses_change_nothing() -> None:
+    """The door would let in what the pool has no room for."""
+
+    def refuse(shares: Sequence[CoreShare]) -> None:
+        raise SettingRefused("no")
+
+    door = Door(pool=POOL)
+    door.limit(t1={"kv_max": 0.5})
+    door.admission._set_shares = refuse
+    with pytest.raises(SettingRefused):
+        door.limit(t1={}, t2={})
+    with pytest.raises(InvalidRequest):
+        door.enter(1, 41)
+    with pytest.raises(TenantClosed):
+        door.enter(2)
 
 
 def test_the_advice_is_of_the_tenants_own_requests(clock: Clock) -> None:

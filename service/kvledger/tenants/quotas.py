@@ -46,28 +46,27 @@ class Quotas:
         self._tenants: dict[int, TenantUsage] = {}
         self._knows_tenants = False
 
-    def set_tenants(
-        self, tenants: Iterable[Tenant], more_may_come: bool, now: int
-    ) -> Sequence[CoreShare]:
+    def shares(self, tenants: Sequence[Tenant], more_may_come: bool) -> Sequence[CoreShare]:
+        """What tenants may have of the pool. Raises SettingRefused for limits that cannot be."""
+        for tenant in tenants:
+            _require_usable(tenant)
+        if len({tenant.number for tenant in tenants}) < len(tenants):
+            raise SettingRefused("two tenants have one number; give each its own")
+        return () if self._pool is None else core_shares(tenants, self._pool, more_may_come)
+
+    def set_tenants(self, tenants: Sequence[Tenant], shares: Sequence[CoreShare], now: int) -> None:
         """Sets who may enter and how much; before the first call everybody may, without limits.
 
-        What waits or runs stays. Raises SettingRefused, and then nothing has changed.
+        `shares` are those of `tenants`. What waits or runs stays.
         """
-        listed = list(tenants)
-        for tenant in listed:
-            _require_usable(tenant)
-        if len({tenant.number for tenant in listed}) < len(listed):
-            raise SettingRefused("two tenants have one number; give each its own")
-        shares = () if self._pool is None else core_shares(listed, self._pool, more_may_come)
         share_of = {share.tenant: share for share in shares}
         self._knows_tenants = True
-        gone = self._tenants.keys() - {tenant.number for tenant in listed}
+        gone = self._tenants.keys() - {tenant.number for tenant in tenants}
         for number in gone:
             self._tenants[number].is_closed = True
             self.forget_if_gone(self._tenants[number])
-        for tenant in listed:
+        for tenant in tenants:
             self._set(tenant, share_of.get(tenant.number), now)
-        return shares
 
     def _set(self, tenant: Tenant, share: CoreShare | None, now: int) -> None:
         usage = self._tenants.get(tenant.number)

@@ -131,6 +131,24 @@ async def test_a_flood_of_one_tenant_keeps_no_other_out() -> None:
         await server.require_all_free()
 
 
+async def test_what_can_never_fit_is_refused_with_the_limit() -> None:
+    """A client would come back again and again with what can never be served."""
+    async with serving("--max-queued-tokens", "100") as server:
+        block = server.model.pool
+        limit(server, t1={"kv_bytes_max": 2 * block.block_bytes - 1}, t2={})
+        most = block.slots_per_block
+        refusal = await server.refusal(text="a" * (most + 1), priority=1)
+        assert refusal.code == grpc.StatusCode.INVALID_ARGUMENT
+        assert refusal.violations == {
+            "prompt": f"{most + 1} tokens, at most {most} leave room for an answer in the tenant's "
+            f"kv_bytes_max, {2 * block.block_bytes - 1} bytes"
+        }
+        refusal = await server.refusal(text="a" * 101, priority=2)
+        assert "at most 100 may wait here: --max-queued-tokens" in refusal.violations["prompt"]
+        assert (await server.answer(text="a" * most, priority=1)).text == expected("a", 4)
+        assert (await server.answer(text="a" * 100, priority=2)).text == expected("a", 4)
+
+
 async def test_more_than_may_run_is_served_in_turn_beside_others() -> None:
     """A tenant could run as much as there is room for, or its requests would be refused."""
     async with serving() as server:
