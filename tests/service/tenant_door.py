@@ -17,6 +17,11 @@ from kvledger.tenants.shares import CoreShare
 from kvledger.tenants.tenant import Tenant, TenantLimits
 
 
+def caller(number: int) -> Caller:
+    """Somebody of the tenant of this number."""
+    return Caller(tenant=number, name=f"t{number}")
+
+
 class Door:
     """A door for tenants by number, and all that it was told."""
 
@@ -46,7 +51,7 @@ class Door:
 
     def enter(self, tenant: int, tokens: int = 10, samples: int = 1) -> Ticket:
         return self.admission.enter(
-            caller=Caller(tenant, f"t{tenant}"),
+            caller=caller(tenant),
             prompt=np.arange(tokens, dtype=np.int32),
             max_tokens=5,
             sampling=SamplingParameters(),

@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 from structlog.testing import CapturingLogger
-from tenant_door import Door
+from tenant_door import Door, caller
 from test_admission import Clock
 from test_streams import outcome
 
 from kvledger import admission
-from kvledger.admission import Caller
 from kvledger.engine import EndReason
 from kvledger.errors import (
     InvalidRequest,
@@ -169,7 +168,7 @@ def test_an_answer_has_room_in_the_tenants_share_alone() -> None:
     door = Door(pool=POOL)
     door.limit(t1={"kv_bytes_max": 2000}, t2={})
     door.admission.enter(
-        Caller(1, "t1"), np.arange(10, dtype=np.int32), None, SamplingParameters(), 0, False
+        caller(1), np.arange(10, dtype=np.int32), None, SamplingParameters(), 0, False
     )
     assert door.engine.jobs[0].max_tokens == 2 * 8 + 1 - 10 + 1
 

@@ -10,9 +10,10 @@ import pytest
 from google.rpc import error_details_pb2
 from scripted_model import PATIENCE, Gate, expected
 from server_harness import Answer, Refusal, ServerHarness, request, serving
+from tenant_door import caller
 from test_metrics import scraped
 
-from kvledger.admission import Admission, Caller, Ticket
+from kvledger.admission import Admission, Ticket
 from kvledger.server import BROKE
 from kvledger.tenants.tenant import Tenant, TenantLimits
 
@@ -24,9 +25,9 @@ def tenants_by_priority(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request's priority names its tenant."""
     enter = Admission.enter
 
-    def enter_as_tenant(self: Admission, caller: Caller, **asked: Any) -> Ticket:
-        tenant = asked.pop("priority")
-        return enter(self, Caller(tenant, f"t{tenant}"), priority=0, **asked)
+    def enter_as_tenant(self: Admission, **asked: Any) -> Ticket:
+        whose = caller(asked["priority"])
+        return enter(self, **{**asked, "caller": whose, "priority": 0})
 
     monkeypatch.setattr(Admission, "enter", enter_as_tenant)
 
