@@ -1,14 +1,16 @@
 """The door: what enters, what is refused, and the books' names for it.
 
-A request is refused at once if it can never fit, if too many wait already, or if the server is
-draining; everything else waits its turn in the core.
+A request is refused at once if it can never fit, if too many wait already, if its tenant uses as
+much as it may, or if the server is draining. One whose tenant has as many in the core as may run
+waits here, in the order of coming, until one of those ends; everything else waits its turn in the
+core.
 """
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,17 +18,33 @@ import numpy.typing as npt
 import structlog
 
 from kvledger.engine import EndReason, Engine, Job
-from kvledger.errors import QueueFull, ServerDraining
+from kvledger.errors import (
+    InvalidRequest,
+    QueuedTokensFull,
+    QueueFull,
+    ServerDraining,
+    TenantClosed,
+    TenantLimitReached,
+)
 from kvledger.limits import check_prompt_fits
 from kvledger.logit_changes import Constraint
 from kvledger.sampling import SamplingParameters
-from kvledger.streams import Mailbox, MailboxLimits, Receipt, Streams
+from kvledger.streams import Mailbox, MailboxLimits, Receipt, Streams, receipt_of_waiting
+from kvledger.tenants.quotas import Quotas
+from kvledger.tenants.shares import CoreShare, PoolShape
+from kvledger.tenants.tenant import Tenant
+from kvledger.tenants.usage import Phase, Place, TenantUsage
 
 _log = structlog.get_logger(__name__)
 
-# What a refused caller is told to wait, within these bounds, in seconds.
-_RETRY_LEAST = 0.1
-_RETRY_MOST = 30.0
+_REFUSALS: Mapping[type[Exception], str] = {
+    InvalidRequest: "never_fits",
+    ServerDraining: "draining",
+    TenantClosed: "tenant_closed",
+    QueueFull: "queue_full",
+    QueuedTokensFull: "queued_tokens_full",
+}
+_REFUSED: tuple[type[Exception], ...] = (*_REFUSALS, TenantLimitReached)
 
 
 @dataclass(frozen=True)
@@ -49,6 +67,7 @@ class Ticket:
     sequence: int
     mailbox: Mailbox
     prompt_tokens: int
+    usage: TenantUsage  # of its tenant
     constraint: Constraint | None = None
 
     @property
@@ -63,6 +82,7 @@ class _Entry:
     tenant: str
     samples: int
     constraint: Constraint | None
+    place: Place
 
 
 class _EngineFlow:
@@ -91,22 +111,32 @@ class Admission:
         queued_max: int,
         mailboxes: MailboxLimits,
         places: int = 0,
+        *,
+        queued_tokens_max: int | None = None,
+        pool: PoolShape | None = None,
+        set_shares: Callable[[Sequence[CoreShare]], None] = lambda shares: None,
+        on_refusal: Callable[[str], None] = lambda reason: None,
     ) -> None:
         """`context_tokens` is the model's context window, `queued_max` the most that may wait.
 
-        `places` is how many sequences may run at once.
+        `places` is how many sequences may run at once. `queued_tokens_max` are the prompt tokens
+        that may wait over all tenants. With a `pool`, `set_shares` is told what tenants may have of
+        it whenever that changes. `on_refusal` is told why a request did not enter: one of
+        metrics.REFUSALS.
         """
         self._engine = engine
         self._context_tokens = context_tokens
-        self._queued_max = queued_max
-        self._leaving_max = queued_max + places
+        self._quotas = Quotas(queued_max, queued_tokens_max, places, pool)
+        self._set_shares = set_shares
+        self._on_refusal = on_refusal
         self._mailboxes = mailboxes
         self._next_sequence = 1
         self._entries: dict[int, _Entry] = {}
+        self._metered: dict[int, TenantUsage] = {}  # by sequence, where tokens are counted
         self._draining = False
-        self._finish_interval = 1.0  # seconds from one receipt to the next, smoothed
-        self._last_finish = time.monotonic()
-        self.streams = Streams(mailboxes, _EngineFlow(engine), self._on_end, places)
+        self.streams = Streams(
+            mailboxes, _EngineFlow(engine), self._on_end, places, on_begin=self._on_begin
+        )
 
     @property
     def open_requests(self) -> Mapping[int, object]:
@@ -118,15 +148,53 @@ class Admission:
         """How long a reader may leave a full mailbox alone."""
         return self._mailboxes.stall_seconds
 
+    def set_tenants(self, tenants: Iterable[Tenant], more_may_come: bool = True) -> None:
+        """Sets who may enter, and within which limits, from now on.
+
+        Before the first call everybody may, without limits. What runs or waits stays, whatever the
+        new limits; who is not named here any more enters no more. `more_may_come` says that tenants
+        may be added later: then not all of the pool can be guaranteed. Raises SettingRefused, or
+        what `set_shares` raises, and then nothing has changed here.
+        """
+        listed = list(tenants)
+        shares = self._quotas.shares(listed, more_may_come)
+        self._set_shares(shares)
+        self._quotas.set_tenants(listed, shares, time.monotonic_ns())
+        self._metered = {
+            sequence: entry.place.usage
+            for first, entry in self._entries.items()
+            if entry.place.usage.bucket is not None
+            for sequence in range(first, first + entry.samples)
+        }
+        self._turn_meter()
+        for usage in self._quotas.all():
+            self._release(usage)
+
     def drain(self) -> None:
         """Refuses everything from now on."""
         self._draining = True
 
     def end_all(self) -> None:
         """Ends every open request before its time; their receipts follow."""
-        for first, entry in self._entries.items():
+        for first, entry in list(self._entries.items()):
+            if entry.place.phase == Phase.HELD:
+                self._end_held(first, entry.place.usage, EndReason.CANCELLED)
+                continue
             for sequence in range(first, first + entry.samples):
                 self._engine.end(sequence, EndReason.CANCELLED)
+
+    def fail_all(self) -> None:
+        """Ends every open request, because the engine is gone, and lets no more in.
+
+        Those that it never heard of get their receipts; the others had theirs, if it could.
+        """
+        self.drain()
+        for first, entry in list(self._entries.items()):
+            if entry.place.phase == Phase.HELD:
+                self._end_held(first, entry.place.usage, EndReason.FAILED)
+        for job in self._engine.take_back():
+            self._end_unheard(job, EndReason.FAILED)
+        self.streams.fail_all()
 
     def enter(
         self,
@@ -140,96 +208,175 @@ class Admission:
         samples: int = 1,
         prompt_logprobs: int | None = None,
     ) -> Ticket:
-        """Submits a request to the engine.
+        """Submits a request to the engine, or lets it wait for others of its tenant to end.
 
-        Raises InvalidRequest, QueueFull or ServerDraining. `max_tokens` None is the room there is.
+        Raises InvalidRequest, TenantClosed, TenantLimitReached, QueueFull, QueuedTokensFull or
+        ServerDraining. `max_tokens` None is the room there is.
         """
         arrived_at = time.monotonic_ns()
-        if self._draining:
-            raise ServerDraining()
-        tokens_max = self._engine.sequence_tokens_max
-        check_prompt_fits(len(prompt), tokens_max, self._context_tokens)
-        self._check_queue()
+        try:
+            usage = self._let_in(caller, len(prompt), arrived_at)
+        except _REFUSED as error:
+            self._on_refusal(_why_refused(error))
+            raise
         # What exceeds the room ends with CONTEXT instead of LENGTH: ask for one token too many.
-        room = tokens_max - len(prompt)
+        room = self._tokens_max(usage) - len(prompt)
         sequence = self._next_sequence
         self._next_sequence += samples
         constraint = sampling.changes.constraint
-        entry = _Entry(secrets.token_hex(16), caller.name, samples, constraint)
-        if not self._entries:
-            # Nothing could finish while nothing ran: that is no sign of a slow queue.
-            self._last_finish = time.monotonic()
+        place = Place(usage, len(prompt))
+        entry = _Entry(secrets.token_hex(16), caller.name, samples, constraint, place)
         self._entries[sequence] = entry
         mailbox = self.streams.open(sequence, samples)
-        self._engine.submit(
-            Job(
-                sequence=sequence,
-                tenant=caller.tenant,
-                prompt=prompt,
-                arrived_at=arrived_at,
-                max_tokens=min(max_tokens if max_tokens is not None else room + 1, room + 1),
-                sampling=sampling,
-                priority=priority,
-                ignore_eos=ignore_eos,
-                stop_ids=stop_ids,
-                samples=samples,
-                prompt_logprobs=prompt_logprobs,
-            )
+        job = Job(
+            sequence=sequence,
+            tenant=caller.tenant,
+            prompt=prompt,
+            arrived_at=arrived_at,
+            max_tokens=min(max_tokens if max_tokens is not None else room + 1, room + 1),
+            sampling=sampling,
+            priority=priority,
+            ignore_eos=ignore_eos,
+            stop_ids=stop_ids,
+            samples=samples,
+            prompt_logprobs=prompt_logprobs,
         )
-        return Ticket(entry.request_id, sequence, mailbox, len(prompt), constraint)
+        self._take_in(job, place, arrived_at)
+        return Ticket(entry.request_id, sequence, mailbox, len(prompt), usage, constraint)
 
-    def _check_queue(self) -> None:
-        waiting, leaving = self.streams.waiting_count, self.streams.leaving_count
-        # Whom the next step admits does not queue.
-        if waiting >= self._queued_max + self.streams.free_places:
-            raise QueueFull(waiting, self.retry_after)
-        # Who leaves the queue has memory until the step that runs ends.
-        if leaving >= self._leaving_max:
-            raise QueueFull(waiting + leaving, self.retry_after)
+    def _let_in(self, caller: Caller, tokens: int, now: int) -> TenantUsage:
+        """The caller's tenant, if a prompt of so many tokens may enter."""
+        if self._draining:
+            raise ServerDraining()
+        usage = self._quotas.tenant(caller.tenant, caller.name)
+        check_prompt_fits(tokens, self._engine.sequence_tokens_max, self._context_tokens)
+        self._quotas.check_fits(usage, tokens)
+        self._quotas.check_now(usage, tokens, self.streams.free_places, now)
+        return usage
+
+    def _tokens_max(self, usage: TenantUsage) -> int:
+        return self._quotas.sequence_tokens_max(usage, self._engine.sequence_tokens_max)
+
+    def _take_in(self, job: Job, place: Place, now: int) -> None:
+        usage = place.usage
+        if usage.counts.total == 0:
+            # Nothing could finish while nothing ran: that is no sign of a slow queue.
+            usage.last_finish = time.monotonic()
+        if usage.bucket is not None:
+            usage.bucket.charge(place.tokens, now)
+            place.is_charged = True
+            self._metered.update(dict.fromkeys(job.sequences, usage))
+            self._turn_meter()
+        if usage.must_hold:
+            usage.held[job.sequence] = job
+            self._quotas.usage.move(place, Phase.HELD)
+        else:
+            self._quotas.usage.move(place, Phase.WAITING)
+            self._engine.submit(job)
+
+    def _release(self, usage: TenantUsage) -> None:
+        """Hands to the engine what waited for others of its tenant to end."""
+        while usage.may_release and self._engine.takes_jobs:
+            sequence, job = usage.held.popitem(last=False)
+            self._quotas.usage.move(self._entries[sequence].place, Phase.WAITING)
+            self._engine.submit(job)
 
     def end(self, ticket: Ticket, reason: EndReason) -> None:
         """Ends a request before its time; its place in the queue is free at once.
 
         One that has ended already is left alone.
         """
+        first = ticket.sequence
+        entry = self._entries.get(first)
+        if entry is None:
+            return
+        if entry.place.phase == Phase.HELD:
+            self._end_held(first, entry.place.usage, reason)
+            return
         for sequence in ticket.sequences:
             self._engine.end(sequence, reason)
-        self.streams.leave(ticket.sequence)
+        if entry.place.phase == Phase.WAITING:
+            self._quotas.usage.move(entry.place, Phase.LEAVING)
+        self.streams.leave(first)
 
-    @property
-    def retry_after(self) -> float:
-        """Seconds until a place in the queue is likely to be free."""
-        return min(_RETRY_MOST, max(_RETRY_LEAST, self._finish_interval))
+    def _end_held(self, first: int, usage: TenantUsage, reason: EndReason) -> None:
+        self._end_unheard(usage.held.pop(first), reason)
+
+    def _end_unheard(self, job: Job, reason: EndReason) -> None:
+        """Ends a request that the core never heard of: it cost nothing but its waiting."""
+        queued = time.monotonic_ns() - job.arrived_at
+        self.streams.finish(job.sequence, receipt_of_waiting(reason, len(job.prompt), queued))
+
+    def retry_after(self, ticket: Ticket) -> float:
+        """Seconds until one of the requests of a ticket's tenant is likely to have ended."""
+        return self._quotas.retry_after(ticket.usage)
+
+    def _turn_meter(self) -> None:
+        self.streams.meter = self._charge if self._metered else None
+
+    def _charge(self, tokens: Sequence[tuple[int, int, int]]) -> None:
+        """Charges the output of a step to the tenants whose tokens are counted."""
+        used: dict[TenantUsage, int] = {}
+        for sequence, _, _ in tokens:
+            usage = self._metered.get(sequence)
+            if usage is not None:
+                used[usage] = used.get(usage, 0) + 1
+        now = time.monotonic_ns()
+        for usage, count in used.items():
+            if usage.bucket is not None:
+                usage.bucket.charge(count, now)
+
+    def _on_begin(self, first: int) -> None:
+        self._quotas.usage.move(self._entries[first].place, Phase.RUNNING)
 
     def _on_end(self, sequence: int, receipt: Receipt | None) -> None:
-        now = time.monotonic()
-        self._finish_interval += 0.2 * (now - self._last_finish - self._finish_interval)
-        self._last_finish = now
         entry = self._entries.pop(sequence)
-        if receipt is None:
-            _log.error("request_without_receipt", request_id=entry.request_id)
-            return
-        reason, write = receipt.end_reason.name.lower(), _log.info
-        if receipt.end_reason == EndReason.FAILED:
-            if entry.constraint is not None and entry.constraint.broken is not None:
-                reason = "constraint"
-            else:
-                write = _log.warning
-        write(
-            "request_finished",
-            request_id=entry.request_id,
-            tenant=entry.tenant,
-            reason=reason,
-            samples=entry.samples,
-            prompt_tokens=receipt.prompt_tokens,
-            output_tokens=receipt.output_tokens,
-            shared_tokens=receipt.shared_tokens,
-            recomputed_tokens=receipt.recomputed_tokens,
-            preemptions=receipt.preemptions,
-            peak_blocks=receipt.peak_blocks,
-            held_block_seconds=round(receipt.held_seconds + receipt.held_nanos / 1e9, 6),
-            queued_ms=round(receipt.queued / 1e6, 3),
-            prefill_ms=round(receipt.prefill / 1e6, 3),
-            decode_ms=round(receipt.decode / 1e6, 3),
-            stalled_ms=round(receipt.paused / 1e6, 3),
-        )
+        place, usage = entry.place, entry.place.usage
+        self._quotas.usage.move(place, None)
+        usage.note_finish(time.monotonic())
+        if self._metered:
+            for each in range(sequence, sequence + entry.samples):
+                self._metered.pop(each, None)
+            self._turn_meter()
+        if usage.bucket is not None and place.is_charged and not place.has_run:
+            usage.bucket.give_back(place.tokens, time.monotonic_ns())
+        self._release(usage)
+        self._quotas.forget_if_gone(usage)
+        _log_end(entry, receipt)
+
+
+def _log_end(entry: _Entry, receipt: Receipt | None) -> None:
+    if receipt is None:
+        _log.error("request_without_receipt", request_id=entry.request_id)
+        return
+    reason, write = receipt.end_reason.name.lower(), _log.info
+    if receipt.end_reason == EndReason.FAILED:
+        if entry.constraint is not None and entry.constraint.broken is not None:
+            reason = "constraint"
+        else:
+            write = _log.warning
+    write(
+        "request_finished",
+        request_id=entry.request_id,
+        tenant=entry.tenant,
+        reason=reason,
+        samples=entry.samples,
+        prompt_tokens=receipt.prompt_tokens,
+        output_tokens=receipt.output_tokens,
+        shared_tokens=receipt.shared_tokens,
+        recomputed_tokens=receipt.recomputed_tokens,
+        preemptions=receipt.preemptions,
+        peak_blocks=receipt.peak_blocks,
+        held_block_seconds=round(receipt.held_seconds + receipt.held_nanos / 1e9, 6),
+        queued_ms=round(receipt.queued / 1e6, 3),
+        prefill_ms=round(receipt.prefill / 1e6, 3),
+        decode_ms=round(receipt.decode / 1e6, 3),
+        stalled_ms=round(receipt.paused / 1e6, 3),
+    )
+
+
+def _why_refused(error: Exception) -> str:
+    """One of metrics.REFUSALS."""
+    if isinstance(error, TenantLimitReached):
+        return error.limit
+    return _REFUSALS[type(error)]

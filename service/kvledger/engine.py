@@ -180,6 +180,7 @@ class Engine:
         self._pauses: dict[int, bool] = {}  # what was asked last, by sequence
         self._purges: list[int] = []
         self._stopping = False
+        self._died = False
         self._open: dict[int, _Open] = {}
         self._uncommitted: int | None = None  # the step that is being computed
         self._owners: dict[int, int] = {}  # sequence that was admitted to a row last, by row
@@ -212,6 +213,11 @@ class Engine:
         """Whether the thread runs."""
         return self._thread.is_alive()
 
+    @property
+    def takes_jobs(self) -> bool:
+        """Whether its loop still goes; once it does not, a job would get no receipt."""
+        return not self._died
+
     def start(self) -> None:
         """Starts the thread."""
         self._last_beat = time.monotonic()
@@ -234,6 +240,12 @@ class Engine:
         with self._wakeup:
             self._arrivals.append(job)
             self._wakeup.notify()
+
+    def take_back(self) -> list[Job]:
+        """Jobs that its loop, which has ended, never looked at: no receipt comes for them."""
+        with self._wakeup:
+            arrivals, self._arrivals = self._arrivals, []
+        return arrivals
 
     def end(self, sequence: int, reason: EndReason) -> None:
         """Ends a sequence before its time; one that has ended already is left alone.
@@ -272,6 +284,7 @@ class Engine:
                 if not self._step():
                     self._sleep()
         except BaseException:
+            self._died = True
             try:
                 _log.exception("engine_died")
                 self._close_the_books()

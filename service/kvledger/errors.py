@@ -86,6 +86,42 @@ class QueueFull(Exception):
         self.retry_after_seconds = retry_after_seconds
 
 
+class QueuedTokensFull(Exception):
+    """As many prompt tokens wait as may, over all tenants; the caller can come back."""
+
+    def __init__(self, tokens_max: int, retry_after_seconds: float) -> None:
+        super().__init__(
+            f"prompts that wait would have more than {tokens_max} tokens, as many as may; try "
+            f"again later"
+        )
+        self.tokens_max = tokens_max
+        self.retry_after_seconds = retry_after_seconds
+
+
+class TenantLimitReached(Exception):
+    """The caller's tenant uses as much as it may; the caller can come back.
+
+    `limit` is the limit's name and `value` what it is set to; `state` says what is used of it.
+    """
+
+    def __init__(
+        self, tenant: str, limit: str, value: float, state: str, retry_after_seconds: float
+    ) -> None:
+        super().__init__(f"{limit} of the tenant is {value:.12g}: {state}; try again later")
+        self.tenant = tenant
+        self.limit = limit
+        self.value = value
+        self.state = state
+        self.retry_after_seconds = retry_after_seconds
+
+
+class TenantClosed(Exception):
+    """The caller's tenant was taken from the table after the caller was let in."""
+
+    def __init__(self) -> None:
+        super().__init__("the tenant is not served here any more; ask the server's operator")
+
+
 class ConstraintsUnavailable(Exception):
     """The request has a constraint, and this server can follow none."""
 

@@ -29,6 +29,12 @@ _STATUSES = (
     *("UNAVAILABLE", "UNAUTHENTICATED"),
 )
 
+# Why the door refuses a request; of limits that a tenant has, their names.
+REFUSALS = (
+    *("never_fits", "draining", "tenant_closed", "queue_full", "queued_tokens_full"),
+    *("queued_max", "queued_tokens_max", "tokens_per_second"),
+)
+
 
 class Metrics:
     """The metrics of one server, in a registry of their own."""
@@ -44,6 +50,14 @@ class Metrics:
         )
         for status in _STATUSES:
             self._requests.labels(status)
+        self._refusals = Counter(
+            "kvledger_refusals",
+            "Requests that the door did not let in, by why.",
+            ["reason"],
+            registry=self.registry,
+        )
+        for reason in REFUSALS:
+            self._refusals.labels(reason)
         self._reload_failures = Counter(
             "kvledger_certificate_reload_failures",
             "Changes of the files of TLS that could not be used; the old set stayed.",
@@ -53,6 +67,10 @@ class Metrics:
     def request_ended(self, status: str) -> None:
         """Counts a call of a client."""
         self._requests.labels(status).inc()
+
+    def refused(self, reason: str) -> None:
+        """Counts a request that did not enter, by one of REFUSALS."""
+        self._refusals.labels(reason).inc()
 
     def certificate_kept(self) -> None:
         """Counts files of TLS that changed and could not be used."""

@@ -17,6 +17,7 @@ from kvledger.models.llama import Llama, load_weights
 from kvledger.models.opening import open_model
 from kvledger.ops import Ops, make_ops
 from kvledger.settings import Settings
+from kvledger.tenants.shares import PoolShape
 from kvledger.tokenizer import Tokenizer
 
 _log = structlog.get_logger(__name__)
@@ -42,6 +43,12 @@ class ServedModel:
     tokens_max: int
     core: CoreEngine
     llama: Llama
+
+    @property
+    def pool(self) -> PoolShape:
+        """What tenants share."""
+        slots = self.layout.slots_per_block(self.kv_format)
+        return PoolShape(self.blocks, self.layout.block_bytes, slots)
 
     def answers_to(self, name: str) -> bool:
         """Whether a request that names this model, or none, is meant for it."""

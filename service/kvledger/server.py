@@ -59,16 +59,19 @@ class Server:
         self._loop: asyncio.AbstractEventLoop | None = None
         sampler = Sampler(settings.sequences_max, settings.instruction_set)
         self._engine = Engine(model.core, model.llama, sampler, self._publish, self._engine_died)
+        self._metrics = Metrics()
         self._admission = Admission(
             self._engine,
             model.config.context_tokens,
             settings.max_queued,
             MailboxLimits(settings.mailbox_tokens, settings.stall_timeout),
             settings.sequences_max,
+            queued_tokens_max=settings.max_queued_tokens,
+            pool=model.pool,
+            on_refusal=self._metrics.refused,
         )
         self._prompts = PromptEncoder(model.tokenizer, settings.max_queued)
         self._constraints = ConstraintCompiler(model.tokenizer)
-        self._metrics = Metrics()
         self._watch_metrics()
         self._front = Front(
             settings,
@@ -206,8 +209,7 @@ class Server:
 
     def _give_up(self) -> None:
         self._broke = True
-        self._admission.drain()  # who enters now would wait for an engine that is gone
-        self._admission.streams.fail_all()
+        self._admission.fail_all()  # who enters now would wait for an engine that is gone
         self.request_stop()
 
     def _handle_signals(self) -> None:

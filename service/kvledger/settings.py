@@ -140,6 +140,13 @@ class Settings(BaseSettings):
     max_queued: int = Field(
         256, ge=1, le=1 << 20, description="most requests waiting; one more is refused"
     )
+    max_queued_tokens: int | None = Field(
+        None,
+        ge=1,
+        le=1 << 40,
+        description="most prompt tokens of all requests waiting; a prompt that would exceed it is "
+        "refused; default: no limit but --max-queued",
+    )
     priority_aging: float = Field(
         5.0, ge=0.0, le=3600.0, description="seconds of waiting that one level of priority is worth"
     )

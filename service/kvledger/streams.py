@@ -220,15 +220,19 @@ class Streams:
         flow: Flow,
         on_end: Callable[[int, Receipt | None], None],
         places: int = 0,
+        on_begin: Callable[[int], None] = lambda first: None,
     ) -> None:
         """`on_end` is told each request's first sequence and its receipt, exactly once.
 
         There is no receipt for a request that the core refused to take. `places` is how many
-        sequences may run at once.
+        sequences may run at once. `on_begin` is told each request that was admitted, once.
         """
         self._limits = limits
         self._flow = flow
         self._on_end = on_end
+        self._on_begin = on_begin
+        # Is shown (sequence, token, end reason) of every token that comes, where somebody counts.
+        self.meter: Callable[[Sequence[tuple[int, int, int]]], None] | None = None
         self._mailboxes: dict[int, Mailbox] = {}
         self._open_count = 0
         self._waiting: set[int] = set()
@@ -290,13 +294,14 @@ class Streams:
         for sequence, queued, again in columns:
             if not again:
                 mailbox = self._mailboxes[sequence]
-                self._waiting.discard(mailbox.sequences.start)
-                self._leaving.discard(mailbox.sequences.start)
+                self._begin(mailbox.sequences.start)
                 mailbox.admit(queued)
         for sequence, logprobs in outcome.prompts.items():
             self._mailboxes[sequence].add_prompt(logprobs)
-        mailboxes, logprobs_of = self._mailboxes, outcome.logprobs
-        for sequence, token, end_reason in report.token_list:
+        mailboxes, logprobs_of, tokens = self._mailboxes, outcome.logprobs, report.token_list
+        if self.meter is not None and tokens:
+            self.meter(tokens)
+        for sequence, token, end_reason in tokens:
             mailbox = mailboxes[sequence]
             if end_reason or sequence in logprobs_of or mailbox.has_samples:
                 mailbox.add_token_of_sample(
@@ -317,12 +322,24 @@ class Streams:
         if not self._mailboxes:
             self._nobody.set()
 
+    def finish(self, first: int, receipt: Receipt) -> None:
+        """Ends a request that the engine never heard of."""
+        self._close(first, receipt)
+        if not self._mailboxes:
+            self._nobody.set()
+
     def fail_all(self) -> None:
         """Ends every request without a receipt: the engine is gone."""
         for mailbox in {id(mailbox): mailbox for mailbox in self._mailboxes.values()}.values():
             self._remove(mailbox.sequences.start).refuse()
             self._on_end(mailbox.sequences.start, None)
         self._nobody.set()
+
+    def _begin(self, first: int) -> None:
+        if first in self._waiting or first in self._leaving:
+            self._waiting.discard(first)
+            self._leaving.discard(first)
+            self._on_begin(first)
 
     def _close(self, sequence: int, receipt: Receipt) -> None:
         self._remove(sequence).finish(receipt)
@@ -337,6 +354,26 @@ class Streams:
         for sequence in mailbox.sequences:
             del self._mailboxes[sequence]
         return mailbox
+
+
+def receipt_of_waiting(end_reason: EndReason, prompt_tokens: int, queued: int) -> Receipt:
+    """Of a request that ended before the core heard of it, after `queued` nanoseconds."""
+    return Receipt(
+        end_reason=end_reason,
+        prompt_tokens=prompt_tokens,
+        output_tokens=0,
+        computed_tokens=0,
+        recomputed_tokens=0,
+        preemptions=0,
+        peak_blocks=0,
+        queued=queued,
+        prefill=0,
+        decode=0,
+        held_seconds=0,
+        held_nanos=0,
+        reserved_seconds=0,
+        reserved_nanos=0,
+    )
 
 
 def _receipt(row: object) -> Receipt:

@@ -24,12 +24,15 @@ from kvledger.errors import (
     InvalidRequest,
     ModelRefused,
     ModelUnknown,
+    QueuedTokensFull,
     QueueFull,
     QueueTimeout,
     ReaderStalled,
     RequestFailed,
     ServerDraining,
     SettingRefused,
+    TenantClosed,
+    TenantLimitReached,
 )
 from kvledger.rpc import errors as table
 from kvledger.rpc.errors import DOMAIN, Metadata, abort
@@ -65,6 +68,17 @@ EXAMPLES: dict[type, tuple[Exception, grpc.StatusCode, str]] = {
     ),
     ModelUnknown: (ModelUnknown(), grpc.StatusCode.NOT_FOUND, "MODEL_UNKNOWN"),
     QueueFull: (QueueFull(256, 1.5), grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL"),
+    QueuedTokensFull: (
+        QueuedTokensFull(4096, 1.5),
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        "QUEUE_FULL",
+    ),
+    TenantLimitReached: (
+        TenantLimitReached("four", "queued_max", 2, "2 requests wait", 1.5),
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        "TENANT_LIMIT",
+    ),
+    TenantClosed: (TenantClosed(), grpc.StatusCode.PERMISSION_DENIED, "TENANT_CLOSED"),
     QueueTimeout: (QueueTimeout(2.0, 0.25), grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_TIMEOUT"),
     ReaderStalled: (ReaderStalled(30.0), grpc.StatusCode.ABORTED, "READER_STALLED"),
     ServerDraining: (ServerDraining(0.1), grpc.StatusCode.UNAVAILABLE, "DRAINING"),
@@ -162,6 +176,19 @@ async def test_a_full_queue_is_told_as_a_quota() -> None:
     assert [v.description for v in details.violations] == ["256 requests are waiting"]
 
 
+async def test_a_limit_of_a_tenant_says_which_and_whose() -> None:
+    """A client could not tell which of its limits to ask its operator about."""
+    error = TenantLimitReached("four", "tokens_per_second", 0.5, "a prompt of 9 tokens waits", 1.5)
+    details = (await ended(error)).details
+    info, quota = details["ErrorInfo"], details["QuotaFailure"]
+    assert isinstance(info, error_details_pb2.ErrorInfo)
+    assert dict(info.metadata) == {"limit": "tokens_per_second", "value": "0.5"}
+    assert isinstance(quota, error_details_pb2.QuotaFailure)
+    assert [(v.subject, v.description) for v in quota.violations] == [
+        ("four", "tokens_per_second 0.5: a prompt of 9 tokens waits")
+    ]
+
+
 async def test_a_failed_request_names_its_id() -> None:
     """Whoever reports a failure could not say which."""
     context = await ended(RequestFailed("abc123"))
@@ -176,6 +203,8 @@ async def test_a_failed_request_names_its_id() -> None:
     [
         (QueueFull(1, 0.1), 100),
         (QueueFull(1, 30.0), 30_000),
+        (QueuedTokensFull(1, 0.5), 500),
+        (TenantLimitReached("four", "queued_max", 2, "2 wait", 0.001), 1),
         (QueueTimeout(2.0, 0.2501), 250),
         (ServerDraining(1.25), 1250),
         (ServerDraining(0.0), 0),
@@ -190,7 +219,7 @@ async def test_who_may_come_back_is_told_when(error: Exception, milliseconds: in
     assert context.values["grpc-retry-pushback-ms"] == str(milliseconds)
 
 
-@pytest.mark.parametrize("kind", [InvalidRequest, ModelUnknown, RequestFailed])
+@pytest.mark.parametrize("kind", [InvalidRequest, ModelUnknown, TenantClosed, RequestFailed])
 async def test_who_should_not_come_back_is_told_nothing_of_it(kind: type) -> None:
     """A request that can never succeed would be sent again and again."""
     context = await ended(EXAMPLES[kind][0])

@@ -265,3 +265,29 @@ async def test_who_gives_up_frees_their_place(
     await working
     assert len(tokenizer.threads) == 1, "what nobody waits for is not computed"
     await asyncio.gather(*(encoder.encode(text(LONG)) for _ in range(2)))
+
+
+async def test_a_tenant_with_many_prompts_keeps_no_other_waiting(
+    tokenizer: FakeTokenizer, encoder: PromptEncoder
+) -> None:
+    """Long texts of one tenant would fill the line, or be all encoded before another's."""
+    tokenizer.leave.clear()
+    order: list[str] = []
+
+    async def encode(tenant: int, name: str) -> None:
+        await encoder.encode(text(LONG), tenant)
+        order.append(name)
+
+    tasks = [asyncio.create_task(encode(1, f"one {count}")) for count in range(2)]
+    await until_entered(tokenizer)
+    with pytest.raises(QueueFull):
+        await encoder.encode(text(LONG), 1)
+    tasks += [asyncio.create_task(encode(tenant, f"of {tenant}")) for tenant in (2, 3)]
+    await asyncio.sleep(0)
+    with pytest.raises(QueueFull):
+        await encoder.encode(text(LONG), 2)
+    tokenizer.leave.set()
+    await asyncio.gather(*tasks)
+    assert order == ["one 0", "one 1", "of 2", "of 3"], "each tenant has one in the line"
+    assert encoder._waiting == 0
+    assert not encoder._own

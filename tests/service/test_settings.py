@@ -398,6 +398,7 @@ def test_default_of_sequences_follows_a_small_budget(budget: int, sequences: int
         ("--token-budget", 64, 1 << 20),
         ("--max-sequences", 1, 256),
         ("--max-queued", 1, 1 << 20),
+        ("--max-queued-tokens", 1, 1 << 40),
         ("--priority-aging", 0, 3600),
         ("--threads", 1, 1024),
         ("--max-connections", 1, 1 << 20),

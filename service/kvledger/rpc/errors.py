@@ -24,11 +24,14 @@ from kvledger.errors import (
     ConstraintTooCostly,
     InvalidRequest,
     ModelUnknown,
+    QueuedTokensFull,
     QueueFull,
     QueueTimeout,
     ReaderStalled,
     RequestFailed,
     ServerDraining,
+    TenantClosed,
+    TenantLimitReached,
 )
 from kvledger.log import frames
 
@@ -48,6 +51,8 @@ class _Row:
     reason: str
     details: Callable[[Any], list[Message]] = lambda error: []
     retry_seconds: Callable[[Any], float] | None = None
+    # ErrorInfo.metadata: facts for programs.
+    facts: Callable[[Any], dict[str, str]] = lambda error: {}
 
 
 def _field_violations(error: InvalidRequest) -> list[Message]:
@@ -63,8 +68,8 @@ def _field_violations(error: InvalidRequest) -> list[Message]:
     ]
 
 
-def _quota_failure(description: str) -> list[Message]:
-    violation = error_details_pb2.QuotaFailure.Violation(subject="server", description=description)
+def _quota_failure(description: str, subject: str = "server") -> list[Message]:
+    violation = error_details_pb2.QuotaFailure.Violation(subject=subject, description=description)
     return [error_details_pb2.QuotaFailure(violations=[violation])]
 
 
@@ -87,6 +92,22 @@ _TABLE: dict[type, _Row] = {
         lambda error: _quota_failure(f"{error.queued} requests are waiting"),
         lambda error: error.retry_after_seconds,
     ),
+    QueuedTokensFull: _Row(
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        "QUEUE_FULL",
+        lambda error: _quota_failure(f"at most {error.tokens_max} prompt tokens wait"),
+        lambda error: error.retry_after_seconds,
+    ),
+    TenantLimitReached: _Row(
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        "TENANT_LIMIT",
+        lambda error: _quota_failure(
+            f"{error.limit} {error.value:.12g}: {error.state}", error.tenant
+        ),
+        lambda error: error.retry_after_seconds,
+        lambda error: {"limit": error.limit, "value": f"{error.value:.12g}"},
+    ),
+    TenantClosed: _Row(grpc.StatusCode.PERMISSION_DENIED, "TENANT_CLOSED"),
     ConstraintsUnavailable: _Row(grpc.StatusCode.FAILED_PRECONDITION, "CONSTRAINTS_UNAVAILABLE"),
     ConstraintsFull: _Row(
         grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -126,7 +147,8 @@ async def abort(
         )
         error = RequestFailed(incident)
         row = _TABLE[RequestFailed]
-    details = [error_details_pb2.ErrorInfo(reason=row.reason, domain=DOMAIN), *row.details(error)]
+    info = error_details_pb2.ErrorInfo(reason=row.reason, domain=DOMAIN, metadata=row.facts(error))
+    details = [info, *row.details(error)]
     if row.retry_seconds is not None:
         seconds = row.retry_seconds(error)
         delay = duration_pb2.Duration()

@@ -100,7 +100,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 raise ModelUnknown
             tokenizer = self._model.tokenizer
             stop_ids = frozenset(request.stop.token_ids)
-            prompt = await self._prompts.encode(request)
+            prompt = await self._prompts.encode(request, DEV_CALLER.tenant)
             constraint = await self._constraint(request, context)
             samples = [
                 SampleStream(
@@ -274,7 +274,8 @@ class _Stream:
         mail = await self._within(self._queue_timeout, self._next())
         if mail is None:
             self._end_all(EndReason.CANCELLED)
-            raise QueueTimeout(time.monotonic() - started, self._admission.retry_after)
+            retry_after = self._admission.retry_after(self._ticket)
+            raise QueueTimeout(time.monotonic() - started, retry_after)
         return mail
 
     async def _until_ended(self) -> None:

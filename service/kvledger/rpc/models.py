@@ -7,6 +7,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import grpc
 
+from kvledger.admission import DEV_CALLER
 from kvledger.errors import ModelUnknown
 from kvledger.limits import check_detokenize, check_text_fits, check_tokenize
 from kvledger.rpc.errors import abort
@@ -51,7 +52,7 @@ class ModelServicer(models_pb2_grpc.ModelServiceServicer):
         async def answer() -> models_pb2.TokenizeResponse:
             check_tokenize(request)
             self._require(request.model)
-            ids = await self._prompts.encode(request)
+            ids = await self._prompts.encode(request, DEV_CALLER.tenant)
             return models_pb2.TokenizeResponse(token_ids=ids.tolist())
 
         return await _answered(context, answer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -12,6 +13,8 @@ import numpy.typing as npt
 
 from kvledger.errors import QueueFull
 from kvledger.rpc.conversations import conversation_of
+from kvledger.tenants.fair_queue import has_room
+from kvledger.tenants.turns import Turns
 from kvledger.tokenizer import Tokenizer
 from kvledger.v1 import generation_pb2, models_pb2
 
@@ -25,21 +28,28 @@ _Prompt = TypeVar("_Prompt")
 
 
 class PromptEncoder:
-    """Encodes prompts on a thread of its own."""
+    """Encodes prompts on a thread of its own, for tenants in turn."""
 
     def __init__(self, tokenizer: Tokenizer, waiting_max: int) -> None:
-        """`waiting_max` is the most prompts that the thread may have before it."""
+        """`waiting_max` is the most prompts that the thread may have before it.
+
+        No tenant fills it for the others: see tenants.fair_queue.
+        """
         self._tokenizer = tokenizer
         self._waiting_max = waiting_max
         self._waiting = 0
+        self._own: Counter[int] = Counter()  # by tenant, of those that wait; none is 0
+        self._turns = Turns()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="encode")
 
     async def encode(
-        self, request: generation_pb2.GenerateRequest | models_pb2.TokenizeRequest
+        self,
+        request: generation_pb2.GenerateRequest | models_pb2.TokenizeRequest,
+        tenant: int = 0,
     ) -> npt.NDArray[np.int32]:
         """Token ids, int32 [tokens], of a validated request's prompt.
 
-        Raises InvalidRequest or QueueFull.
+        `tenant` is the number of the caller's. Raises InvalidRequest or QueueFull.
         """
         kind = request.WhichOneof("prompt")
         if kind == "token_ids":
@@ -48,8 +58,8 @@ class PromptEncoder:
         if kind == "text":
             if len(request.text) < _SHORT:
                 return self._tokenizer.encode_text(request.text)
-            return await self._elsewhere(self._tokenizer.encode_text, request.text)
-        return await self._elsewhere(self._encode_chat, request.chat)
+            return await self._elsewhere(tenant, self._tokenizer.encode_text, request.text)
+        return await self._elsewhere(tenant, self._encode_chat, request.chat)
 
     def _encode_chat(self, chat: generation_pb2.ChatPrompt) -> npt.NDArray[np.int32]:
         conversation = conversation_of(chat)
@@ -58,15 +68,22 @@ class PromptEncoder:
         )
 
     async def _elsewhere(
-        self, work: Callable[[_Prompt], npt.NDArray[np.int32]], prompt: _Prompt
+        self, tenant: int, work: Callable[[_Prompt], npt.NDArray[np.int32]], prompt: _Prompt
     ) -> npt.NDArray[np.int32]:
-        if self._waiting >= self._waiting_max:
-            raise QueueFull(self._waiting, _RETRY_SECONDS)
+        own = self._own[tenant]  # a Counter adds no key for being asked
+        tenants = len(self._own) + (own == 0)
+        if not has_room(self._waiting, own, self._waiting_max, tenants):
+            raise QueueFull(max(self._waiting_max, own), _RETRY_SECONDS)
         self._waiting += 1
+        self._own[tenant] = own + 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, work, prompt)
+            async with self._turns.turn(tenant):
+                return await asyncio.get_running_loop().run_in_executor(self._thread, work, prompt)
         finally:
             self._waiting -= 1
+            self._own[tenant] -= 1
+            if not self._own[tenant]:
+                del self._own[tenant]
 
     def close(self) -> None:
         """Ends the thread once it has nothing to do."""
