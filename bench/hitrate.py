@@ -4,12 +4,18 @@
 
 Every request is walked through the core's own index, block by block: a block is a hit when it and
 all before it are there. Then the request's blocks are used or put in, and where there is no room
-the policy says what goes. Two workloads:
+the policy says what goes. Three workloads:
 
   trace   requests of a file of Mooncake's form: a JSON object a line with `hash_ids`, each one
           standing for one full block; in file order, time ignored
   chats   conversations of many tenants, made from a seed: turns of drawn lengths after drawn
           pauses, system prompts of each tenant's own, and many that come once
+  agents  a long beginning for each of many tenants, now and then a new one, with short ends that
+          come once behind it; and scans of long documents that come once
+
+Two tables for each: blocks found again, where all cost the same; and the share of compute that was
+saved, where a token costs more the more there are before it (attention), with the default policy
+knowing that and not.
 
 LRU and S3-FIFO are played by their papers' rules, without regard for what the request itself needs;
 they are what the trace's published figures were computed with. Belady's policy knows the future:
@@ -24,6 +30,7 @@ import json
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +39,10 @@ from kvledger import _core
 
 CAPACITIES = (1000, 3000, 5859, 10000, 30000, 50000, 100000)
 POLICIES = ("reuse", "lru", "s3_fifo")
+# How a token's cost grows with each one before it, as the default model's does
+# (core/reuse_policy.h), and how many tokens a block of the trace has.
+COST_GROWTH = 2 * 30 * 576 / 106e6
+BLOCK_TOKENS = 512
 # Nodes without a block that a policy may leave behind, for each block of the capacity and beside.
 _NODES_FOR_EACH, _NODES_BESIDE = 8, 200_000
 
@@ -88,10 +99,41 @@ def _turn(
         heapq.heappush(due, (now + pause, len(made), tenant, blocks))
 
 
-class Cache:
-    """Blocks behind the core's prefix index."""
+def agents(requests: int, seed: int) -> list[Request]:
+    """Requests of agents: a long beginning that all of a tenant share, short ends, and scans."""
+    chance = random.Random(seed)
+    next_id = 0
 
-    def __init__(self, policy: str, capacity: int) -> None:
+    def new_blocks(count: int) -> list[int]:
+        nonlocal next_id
+        next_id += count
+        return list(range(next_id - count, next_id))
+
+    tenants = 60
+    tools = [new_blocks(chance.randint(20, 120)) for _ in range(tenants)]
+    made: list[Request] = []
+    while len(made) < requests:
+        tenant = int(chance.paretovariate(0.7) - 1) % tenants
+        if chance.random() < 0.1:
+            made.append((tenant + 1, new_blocks(chance.randint(30, 300))))
+        elif chance.random() < 0.02:
+            tools[tenant] = new_blocks(chance.randint(20, 120))
+        else:
+            made.append((tenant + 1, tools[tenant] + new_blocks(chance.randint(1, 8))))
+    return made
+
+
+class Shares(NamedTuple):
+    """Of all blocks asked for those that were there, and of all compute what they saved."""
+
+    blocks: float
+    compute: float
+
+
+class Cache:
+    """Blocks behind the core's prefix index; each costs `growth` more than the one before it."""
+
+    def __init__(self, policy: str, capacity: int, growth: float = 0.0) -> None:
         self._policy = policy
         self._free = capacity
         self._index = _core.PrefixIndex(
@@ -100,6 +142,7 @@ class Cache:
             nodes=_NODES_FOR_EACH * capacity + _NODES_BESIDE,
             block_tokens=1,
             seed=1,
+            cost_growth=growth,
         )
 
     def play(self, request: Request) -> int:
@@ -159,15 +202,36 @@ class Cache:
                 self._index.unpin(node)
 
 
-def hit_share(policy: str, capacity: int, requests: Sequence[Request]) -> float:
-    """Hits over blocks asked for. Raises ValueError if the longest request does not fit."""
+def played(
+    policy: str,
+    capacity: int,
+    requests: Sequence[Request],
+    *,
+    known: float = 0.0,
+    growth: float = 0.0,
+) -> Shares:
+    """What a policy saves where a block costs `growth` more than the one before it.
+
+    The policy believes that it costs `known` more. Raises ValueError if the longest request does
+    not fit.
+    """
     longest = max(len(blocks) for _, blocks in requests)
     if capacity < longest:
         raise ValueError(f"a capacity of {capacity} blocks is less than a request of {longest}")
-    cache = Cache(policy, capacity)
-    hits = sum(cache.play(request) for request in requests)
+
+    def cost(blocks: int) -> float:
+        return blocks + growth * blocks * (blocks - 1) / 2
+
+    cache = Cache(policy, capacity, known)
+    hits = [cache.play(request) for request in requests]
     cache.check()
-    return hits / sum(len(blocks) for _, blocks in requests)
+    asked = [len(blocks) for _, blocks in requests]
+    return Shares(sum(hits) / sum(asked), sum(map(cost, hits)) / sum(map(cost, asked)))
+
+
+def hit_share(policy: str, capacity: int, requests: Sequence[Request]) -> float:
+    """Hits over blocks asked for. Raises ValueError if the longest request does not fit."""
+    return played(policy, capacity, requests).blocks
 
 
 def belady_share(capacity: int, requests: Sequence[Request]) -> float:
@@ -202,32 +266,60 @@ def belady_share(capacity: int, requests: Sequence[Request]) -> float:
     return hits / len(accesses)
 
 
+def print_hits(
+    requests: Sequence[Request], capacities: Sequence[int], policies: Sequence[str]
+) -> None:
+    """Blocks found again, and in brackets the share of Belady's."""
+    print(f"{'capacity':>10}  {'Belady':>8}", *(f"{policy:>15}" for policy in policies))
+    for capacity in capacities:
+        best = belady_share(capacity, requests)
+        shares = [hit_share(policy, capacity, requests) for policy in policies]
+        told = (f"{share:8.4f} ({share / best:4.0%})" for share in shares)
+        print(f"{capacity:10}  {best:8.4f}", *told, flush=True)
+    print()
+
+
+def print_compute(requests: Sequence[Request], capacities: Sequence[int], growth: float) -> None:
+    """Compute saved, and in brackets the blocks found again."""
+    arms = {"reuse, knows": ("reuse", growth), "reuse": ("reuse", 0.0), "lru": ("lru", 0.0)}
+    print(f"{'capacity':>10}", *(f"{name:>16}" for name in arms))
+    for capacity in capacities:
+        shares = [
+            played(policy, capacity, requests, known=known, growth=growth)
+            for policy, known in arms.values()
+        ]
+        told = (f"{share.compute:8.4f} ({share.blocks:.4f})" for share in shares)
+        print(f"{capacity:10}", *told, flush=True)
+    print()
+
+
 def main() -> None:
-    """Prints a table for each workload."""
+    """Prints two tables for each workload."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--trace", type=Path, help="a file of requests with hash_ids")
     parser.add_argument("--capacities", type=int, nargs="+", default=CAPACITIES)
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=POLICIES)
-    parser.add_argument("--requests", type=int, default=12_000, help="of the chats")
+    parser.add_argument("--requests", type=int, default=12_000, help="of the made workloads")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--block-tokens", type=int, default=BLOCK_TOKENS)
+    parser.add_argument("--cost-growth", type=float, default=COST_GROWTH, help="for each token")
     options = parser.parse_args()
-    workloads = {"chats": chats(options.requests, options.seed)}
+    workloads = {
+        "chats": chats(options.requests, options.seed),
+        "agents": agents(options.requests, options.seed),
+    }
     if options.trace is not None:
         workloads = {"trace": read_trace(options.trace), **workloads}
     for name, requests in workloads.items():
-        blocks = sum(len(each) for _, each in requests)
-        print(f"{name}: {len(requests)} requests, {blocks} blocks\n")
-        print(f"{'capacity':>10}  {'Belady':>8}", *(f"{policy:>8}" for policy in options.policies))
-        longest = max(len(each) for _, each in requests)
-        for capacity in options.capacities:
-            if capacity < longest:
-                print(f"{capacity:10}  left out: the longest request has {longest} blocks")
-                continue
-            best = belady_share(capacity, requests)
-            shares = [hit_share(policy, capacity, requests) for policy in options.policies]
-            told = (f"{share:8.4f} ({share / best:4.0%})" for share in shares)
-            print(f"{capacity:10}  {best:8.4f}", *told, flush=True)
-        print()
+        lengths = [len(blocks) for _, blocks in requests]
+        print(
+            f"{name}: {len(requests)} requests, {sum(lengths)} blocks, the longest {max(lengths)}\n"
+        )
+        capacities = [capacity for capacity in options.capacities if capacity >= max(lengths)]
+        if len(capacities) < len(options.capacities):
+            print("capacities that the longest request does not fit in are left out\n")
+        print_hits(requests, capacities, options.policies)
+        print_compute(requests, capacities, options.cost_growth * options.block_tokens)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 // What eviction policies know of the blocks in a prefix index, and the lists they keep them in.
 //
-// The index writes a block's path, the policy all else. A block is in at most one list, and moving
-// it costs O(1) and allocates nothing. One thread at a time.
+// The index writes where a block stands (path and position), its policy all else; when a block goes
+// to another policy of the same kind the index translates its time. A block is in at most one list,
+// and moving it costs O(1) and allocates nothing. One thread at a time.
 
 #pragma once
 
@@ -20,6 +21,8 @@ struct CachedBlock {
   // The same for the same tokens in the same scope behind the same others, also when they return
   // after an eviction; a hash, so now and then for others too.
   std::uint64_t path = 0;
+  // Tokens before it.
+  std::uint32_t position = 0;
 
   // When it was used last, and how often as far as the policy remembers.
   std::uint64_t used_at = 0;

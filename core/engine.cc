@@ -36,20 +36,50 @@ Engine::Engine(const EngineSettings& settings, Nanoseconds now)
 }
 
 std::int64_t Engine::sequence_tokens_max() const noexcept {
-  const std::int64_t blocks = settings_.blocks.value() - cache_.staying() - staying_blocks_;
-  return std::min(settings_.context_tokens, blocks * settings_.slots_per_block + 1);
+  return std::min(settings_.context_tokens,
+                  shareable_blocks().value() * settings_.slots_per_block + 1);
+}
+
+std::int64_t Engine::sequence_tokens_max(TenantId tenant) const noexcept {
+  const std::int64_t reach = cache_.shares().reach_of(tenant, shareable_blocks()).value();
+  return std::min(sequence_tokens_max(), reach * settings_.slots_per_block + 1);
+}
+
+void Engine::set_shares(const std::vector<PoolShare>& shares, Nanoseconds now) {
+  ledger_.advance(now);
+  BlockCount guaranteed;
+  for (const PoolShare& share : shares) {
+    guaranteed += share.guaranteed;
+  }
+  KVL_CHECK_LE(guaranteed, shareable_blocks());
+  make_room(report_.receipts, report_.receipts.size() + sequences_.size());
+  make_room(ended_, ended_.size() + sequences_.size());
+  std::vector<Sequence*> stranded;
+  stranded.reserve(sequences_.size());
+  cache_.set_shares(shares);
+  for (const auto& [id, sequence] : sequences_) {
+    sequence->tokens_max = std::min(sequence->tokens_max, sequence_tokens_max(sequence->tenant));
+    if (sequence->state == Sequence::State::kWaiting &&
+        sequence->token_count() >= sequence->tokens_max) {
+      stranded.push_back(sequence.get());
+    }
+  }
+  for (Sequence* sequence : stranded) {
+    finish(*sequence, EndReason::kContext);
+  }
 }
 
 std::int64_t Engine::prompt_tokens_max(const Arrival& arrival) const {
-  const std::int64_t most = sequence_tokens_max() - 1;
+  const std::int64_t most = sequence_tokens_max(arrival.tenant) - 1;
   if (!arrival.scopes.stays) {
     return most;
   }
   if (sequences_.size() > staying_requests_) {
     return 0;  // those that are here count on the whole pool
   }
-  const std::int64_t left = settings_.blocks.value() / 2 - cache_.staying() - staying_blocks_;
-  return std::min(most, left * settings_.slots_per_block);
+  const std::int64_t half = settings_.blocks.value() / 2;
+  const BlockCount left = shareable_blocks() - BlockCount{half} - cache_.shares().guaranteed();
+  return std::min(most, left.value() * settings_.slots_per_block);
 }
 
 Engine::~Engine() {
@@ -94,7 +124,7 @@ bool Engine::accept(const Arrival& arrival, std::span<const Token> prompt) {
     for (; made < samples; ++made) {
       auto sequence = std::make_unique<Sequence>(
           arrival, std::vector<Token>(prompt.begin(), prompt.end()), request, made);
-      sequence->tokens_max = sequence_tokens_max();
+      sequence->tokens_max = sequence_tokens_max(arrival.tenant);
       cache_.begin(*sequence);
       request->samples.push_back(sequence.get());
       const SequenceId id = sequence->id;
@@ -125,6 +155,7 @@ const StepPlan& Engine::plan(Nanoseconds now) {
   const StepId step{steps_ + 1};
   plan_.begin(step);
   scheduler_.schedule(ledger_.now(), plan_, report_);
+  cache_.keep_within_shares();
   plan_.finish();
   if (!scheduler_.chunks().empty()) {
     steps_ = step.value();
@@ -188,6 +219,7 @@ void Engine::commit(StepId step, std::span<const Token> tokens,
     }
   }
   KVL_CHECK_EQ(static_cast<std::int64_t>(wanted), view.header.logits);
+  cache_.keep_within_shares();
   ended_.clear();
 }
 

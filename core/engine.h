@@ -85,6 +85,17 @@ class Engine {
   void pause(std::span<const std::uint64_t> ids, Nanoseconds now);
   void resume(std::span<const std::uint64_t> ids, Nanoseconds now);
 
+  // From now on these are the tenants' shares of the pool; guarantees add up to no more than
+  // shareable_blocks(). What runs beyond them goes on as far as
+  // its blocks reach; what waits and can never fit ends with kContext.
+  void set_shares(const std::vector<PoolShare>& shares, Nanoseconds now);
+  // Blocks that do not stay with scopes.
+  BlockCount shareable_blocks() const noexcept {
+    return BlockCount{settings_.blocks.value() - cache_.staying() - staying_blocks_};
+  }
+  // Most tokens that a sequence of a tenant can reach.
+  std::int64_t sequence_tokens_max(TenantId tenant) const noexcept;
+
   // Takes everything out of the prefix index that is in a scope or below it; how many blocks. Those
   // that sequences have stay with them alone. Allocates nothing.
   std::int64_t purge(ScopeId scope, Nanoseconds now);

@@ -30,6 +30,7 @@ void EvictionMemory::take_out(Index index) noexcept {
   *link = entry.same_bucket;
   (entry.older == kNone ? oldest_ : entries_[entry.older].newer) = entry.newer;
   (entry.newer == kNone ? newest_ : entries_[entry.newer].older) = entry.older;
+  entry.is_taken = false;
   entry.newer = first_free_;
   first_free_ = index;
   --size_;
@@ -45,12 +46,18 @@ std::optional<EvictedBlock> EvictionMemory::remember(const EvictedBlock& block) 
   Entry& entry = entries_[index];
   first_free_ = entry.newer;
   Index& first = bucket(block.path);
-  entry = Entry{block, first, newest_, kNone};
+  entry = Entry{block, first, newest_, kNone, true};
   first = index;
   (newest_ == kNone ? oldest_ : entries_[newest_].newer) = index;
   newest_ = index;
   ++size_;
   return forgotten;
+}
+
+EvictedBlock* EvictionMemory::next_in_round() noexcept {
+  Entry& entry = entries_[in_round_];
+  in_round_ = in_round_ + 1 == entries_.size() ? 0 : in_round_ + 1;
+  return entry.is_taken ? &entry.block : nullptr;
 }
 
 std::optional<EvictedBlock> EvictionMemory::recall(std::uint64_t path) {

@@ -16,6 +16,8 @@ struct EvictedBlock {
   std::uint64_t path = 0;
   std::uint64_t used_at = 0;
   std::int64_t uses = 0;
+  // Up to which age its policy has learnt that it was not used.
+  std::uint64_t passed = 0;
 };
 
 class EvictionMemory {
@@ -28,6 +30,9 @@ class EvictionMemory {
   // Takes a block out, if it is remembered.
   std::optional<EvictedBlock> recall(std::uint64_t path);
 
+  // Goes round over all places, one a call: the block there, or nullptr if the place is free.
+  EvictedBlock* next_in_round() noexcept;
+
   std::int64_t size() const noexcept { return size_; }
 
  private:
@@ -39,6 +44,7 @@ class EvictionMemory {
     Index same_bucket = kNone;
     Index older = kNone;
     Index newer = kNone;  // of a free entry: the next free one
+    bool is_taken = false;
   };
 
   Index& bucket(std::uint64_t path) noexcept;
@@ -49,6 +55,7 @@ class EvictionMemory {
   Index oldest_ = kNone;
   Index newest_ = kNone;
   Index first_free_ = kNone;
+  std::size_t in_round_ = 0;
   std::int64_t size_ = 0;
 };
 

@@ -8,10 +8,12 @@
 //                       leaves only, nothing hangs below it
 //   withdrawn(slot)     it may not be one any more
 //   leaving(slot, how)  it goes; it is not offered any more
+//   adopted(slot, now)  a block came from another policy of the same kind, with what that one wrote
+//                       of its uses; not used now
 //   victim()            the offered block to go, kNoSlot if none is offered
 //
-// Time is the count of uses of all blocks so far. Everything is O(1), amortized, and
-// allocates nothing. One thread at a time.
+// Time is the count of uses so far of the blocks in one partition of the index. Everything is O(1),
+// amortized, and allocates nothing. One thread at a time.
 
 #pragma once
 
@@ -24,7 +26,8 @@
 
 namespace kvledger {
 
-enum class Departure : std::uint8_t { kEvicted, kPurged };
+// How a block leaves its policy: for another block, for good, or for another policy.
+enum class Departure : std::uint8_t { kEvicted, kPurged, kMoved };
 
 class EvictionPolicy {
  public:
@@ -38,6 +41,7 @@ class EvictionPolicy {
 
   virtual void entered(CacheSlot slot, std::uint64_t now) = 0;
   virtual void used(CacheSlot slot, std::uint64_t now) = 0;
+  virtual void adopted(CacheSlot slot, std::uint64_t now) = 0;
   virtual void offered(CacheSlot slot) = 0;
   virtual void withdrawn(CacheSlot slot) = 0;
   virtual void leaving(CacheSlot slot, Departure how) = 0;

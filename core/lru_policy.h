@@ -9,17 +9,19 @@ namespace kvledger {
 
 class LruPolicy : public EvictionPolicy {
  public:
-  explicit LruPolicy(CachedBlocks& blocks) : order_(blocks, 1) {}
+  explicit LruPolicy(CachedBlocks& blocks) : blocks_(blocks), order_(blocks, 1) {}
 
   bool takes_leaves_only() const noexcept override { return false; }
-  void entered(CacheSlot, std::uint64_t) override {}
+  void entered(CacheSlot slot, std::uint64_t now) override { blocks_[slot].used_at = now; }
   void used(CacheSlot slot, std::uint64_t now) override;
+  void adopted(CacheSlot, std::uint64_t) override {}
   void offered(CacheSlot slot) override { order_.push_last(slot); }
   void withdrawn(CacheSlot slot) override { order_.remove(slot); }
   void leaving(CacheSlot, Departure) override {}
   CacheSlot victim() override { return order_.first(); }
 
  private:
+  CachedBlocks& blocks_;
   CacheList order_;  // the oldest first
 };
 

@@ -13,6 +13,7 @@ constexpr BlockCount kNone{0};
 
 void PoolShares::set(const std::vector<PoolShare>& shares) {
   std::unordered_map<TenantId, PoolShare> named;
+  std::vector<PoolShare> apart;
   std::vector<PoolShare> guaranteed;
   BlockCount sum;
   for (const PoolShare& share : shares) {
@@ -23,9 +24,13 @@ void PoolShares::set(const std::vector<PoolShare>& shares) {
     if (share.guaranteed > kNone) {
       guaranteed.push_back(share);
     }
+    if (share.guaranteed > kNone || share.max < ledger_.total()) {
+      apart.push_back(share);
+    }
   }
   KVL_CHECK_LE(sum, ledger_.total());
   named_.swap(named);
+  apart_.swap(apart);
   guaranteed_.swap(guaranteed);
 }
 
@@ -52,13 +57,17 @@ BlockCount PoolShares::left_to(TenantId tenant) const noexcept {
   return std::min(share.live_max, share.max) - ledger_.live(tenant);
 }
 
-BlockCount PoolShares::reach_of(TenantId tenant) const noexcept {
-  BlockCount others;
-  for (const PoolShare& share : guaranteed_) {
-    others += share.tenant == tenant ? kNone : share.guaranteed;
-  }
+BlockCount PoolShares::reach_of(TenantId tenant, BlockCount pool) const noexcept {
   const PoolShare share = of(tenant);
-  return std::min({share.live_max, share.max, ledger_.total() - others});
+  return std::min({share.live_max, share.max, pool - (guaranteed() - share.guaranteed)});
+}
+
+BlockCount PoolShares::guaranteed() const noexcept {
+  BlockCount sum;
+  for (const PoolShare& share : guaranteed_) {
+    sum += share.guaranteed;
+  }
+  return sum;
 }
 
 bool PoolShares::is_beyond_guarantee(TenantId tenant) const noexcept {

@@ -36,15 +36,18 @@ class PoolShares {
 
   // The share of a tenant, or of a shared scope.
   PoolShare of(TenantId tenant) const noexcept;
-  const std::unordered_map<TenantId, PoolShare>& named() const noexcept { return named_; }
+  // Those whose cached blocks are told apart from others': they have a guarantee, or a limit.
+  const std::vector<PoolShare>& apart() const noexcept { return apart_; }
 
   // Blocks that must stay free of live ones of `tenant`, because others have them guaranteed and
   // do not use them now.
   BlockCount kept_from(TenantId tenant) const noexcept;
   // Blocks that a tenant may still take before it reaches its own limit.
   BlockCount left_to(TenantId tenant) const noexcept;
-  // The most that a tenant can ever hold.
-  BlockCount reach_of(TenantId tenant) const noexcept;
+  // The most that a tenant can ever hold of `pool` blocks.
+  BlockCount reach_of(TenantId tenant, BlockCount pool) const noexcept;
+  // All guarantees together.
+  BlockCount guaranteed() const noexcept;
   // Whether requests of a tenant hold more than others have to leave to it.
   bool is_beyond_guarantee(TenantId tenant) const noexcept;
   // Blocks that sealed tenants other than `tenant` keep free of what others cache.
@@ -55,7 +58,8 @@ class PoolShares {
 
   const Ledger& ledger_;
   std::unordered_map<TenantId, PoolShare> named_;
-  std::vector<PoolShare> guaranteed_;  // of those named
+  std::vector<PoolShare> apart_;       // of those named
+  std::vector<PoolShare> guaranteed_;  // of those
 };
 
 }  // namespace kvledger

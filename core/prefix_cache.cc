@@ -17,17 +17,18 @@ constexpr std::int64_t kNodesForEachBlock = 2;
 
 PrefixCache::PrefixCache(const PrefixCacheSettings& settings, std::int64_t slots_per_block,
                          Ledger& ledger, BlockPool& pool)
-    : slots_per_block_(slots_per_block), ledger_(ledger), pool_(pool) {
+    : slots_per_block_(slots_per_block), ledger_(ledger), pool_(pool), shares_(ledger) {
   if (!settings.on) {
     return;
   }
   const std::int64_t blocks = pool.total().value();
   PrefixIndexSettings index;
   index.nodes = kNodesForEachBlock * blocks;
+  index.capacity = blocks;
   index.block_tokens = slots_per_block;
   index.seed = settings.seed;
-  index_.emplace(index, [blocks](CachedBlocks& cached) {
-    return std::make_unique<ReusePolicy>(cached, blocks);
+  index_.emplace(index, [](CachedBlocks& cached, std::int64_t capacity) {
+    return std::make_unique<ReusePolicy>(cached, capacity);
   });
   freed_.reserve(static_cast<std::size_t>(blocks));
   pinned_.reserve(static_cast<std::size_t>(blocks));
@@ -221,6 +222,7 @@ void PrefixCache::insert_one(Sequence& sequence, BlockId block) {
   if (index < sequence.own_from && !sequence.scopes.writes_shared) {
     if (const auto known = find(sequence, index, sequence.scopes.shared)) {
       index_->pin(*known);
+      note_twice(sequence, index);
       sequence.path.push_back(PathEntry{*known});
       return;
     }
@@ -242,8 +244,28 @@ void PrefixCache::insert_one(Sequence& sequence, BlockId block) {
     pool_.keep(sequence.account, block, owner_of(sequence, scope));
     sequence.filled_from = sequence.filled_from < 0 ? index : sequence.filled_from;
     ++counts_.inserted;
+  } else if (*index_->block_of(*node) != block) {
+    note_twice(sequence, index);
   }
   sequence.path.push_back(PathEntry{*node});
+}
+
+void PrefixCache::note_twice(Sequence& sequence, std::int64_t index) noexcept {
+  sequence.twice_from = sequence.twice_from < 0 ? index : sequence.twice_from;
+}
+
+std::optional<BlockId> PrefixCache::exchange(Sequence& sequence, std::int64_t index, BlockId own) {
+  PathEntry& entry = checked_at(sequence.path, static_cast<std::size_t>(index));
+  if (!index_->knows(entry.node)) {
+    return std::nullopt;
+  }
+  const std::optional<BlockId> block = index_->block_of(entry.node);
+  if (!block || *block == own) {
+    return std::nullopt;
+  }
+  entry.stamp = pool_.join(sequence.account, *block);
+  pool_.release(sequence.account, own);
+  return block;
 }
 
 // Nothing where the way there was purged, or the index has no room.
@@ -254,7 +276,8 @@ std::optional<PrefixNode> PrefixCache::place(const Sequence& sequence, std::int6
     return std::nullopt;
   }
   try {
-    return index_->place(parent, scope, tokens_of(sequence, index));
+    return index_->place(parent, scope, tokens_of(sequence, index),
+                         CacheOwner{owner_of(sequence, scope).value()});
   } catch (const std::bad_alloc&) {
     return std::nullopt;
   }
@@ -278,6 +301,7 @@ void PrefixCache::leave(Sequence& sequence) {
     entry->stamp = 0;
   }
   sequence.filled_from = -1;
+  sequence.twice_from = -1;
   sequence.path_ends = false;
   sequence.reused_now = 0;
 }
@@ -301,22 +325,90 @@ void PrefixCache::stay(const Sequence& ended) {
   }
 }
 
-BlockCount PrefixCache::available() const noexcept {
-  return pool_.available() + BlockCount{is_on() ? index_->cached() : 0};
+BlockCount PrefixCache::available(TenantId tenant) const noexcept {
+  const BlockCount room = pool_.available() + BlockCount{is_on() ? index_->cached() : 0};
+  return std::min(room - shares_.kept_from(tenant), shares_.left_to(tenant));
 }
 
-std::optional<Reservation> PrefixCache::reserve(RequestAccount account, BlockCount count) {
-  if (count > available()) {
+std::optional<Reservation> PrefixCache::reserve(RequestAccount account, TenantId tenant,
+                                                BlockCount count) {
+  if (count > available(tenant)) {
     return std::nullopt;
   }
   while (pool_.available() < count) {
-    const std::optional<BlockId> victim = index_->evict();
-    KVL_CHECK(victim.has_value());
-    KVL_CHECK_EQ(ledger_.state_of(*victim), BlockState::kCached);
-    pool_.drop(*victim);
-    ++counts_.evicted;
+    KVL_CHECK(evict_for(tenant));
   }
   return pool_.reserve(account, count);
+}
+
+void PrefixCache::set_shares(const std::vector<PoolShare>& shares) {
+  const std::vector<PoolShare> before = shares_.apart();
+  shares_.set(shares);
+  if (!is_on()) {
+    return;
+  }
+  for (const PoolShare& share : before) {
+    index_->merge(CacheOwner{share.tenant.value()});
+  }
+  for (const PoolShare& share : shares_.apart()) {
+    index_->partition(CacheOwner{share.tenant.value()},
+                      std::max<std::int64_t>(1, share.max.value()));
+  }
+}
+
+BlockCount PrefixCache::protected_of(const PoolShare& share) const noexcept {
+  const BlockCount unused = std::max(BlockCount{0}, share.guaranteed - ledger_.live(share.tenant));
+  return std::min(unused, BlockCount{index_->cached(CacheOwner{share.tenant.value()})});
+}
+
+// From whoever has most beyond its guarantee; a tenant's own guarantee is no hindrance to itself.
+bool PrefixCache::evict_for(TenantId tenant) {
+  if (!is_on()) {
+    return false;
+  }
+  BlockCount common{index_->cached()};
+  BlockCount most{0};
+  std::optional<CacheOwner> whose;
+  for (const PoolShare& share : shares_.apart()) {
+    const CacheOwner owner{share.tenant.value()};
+    const BlockCount cached{index_->cached(owner)};
+    common -= cached;
+    const BlockCount beyond = share.tenant == tenant ? cached : cached - protected_of(share);
+    if (beyond > most) {
+      most = beyond;
+      whose = owner;
+    }
+  }
+  return evict_from(common >= most ? std::nullopt : whose);
+}
+
+bool PrefixCache::evict_from(std::optional<CacheOwner> owner) {
+  const std::optional<BlockId> victim = owner ? index_->evict(*owner) : index_->evict();
+  if (!victim) {
+    return false;
+  }
+  KVL_CHECK_EQ(ledger_.state_of(*victim), BlockState::kCached);
+  pool_.drop(*victim);
+  ++counts_.evicted;
+  return true;
+}
+
+void PrefixCache::keep_within_shares() {
+  if (!is_on()) {
+    return;
+  }
+  for (const PoolShare& share : shares_.apart()) {
+    const CacheOwner owner{share.tenant.value()};
+    while (index_->cached(owner) > 0 &&
+           ledger_.live(share.tenant) + BlockCount{index_->cached(owner)} > share.max) {
+      KVL_CHECK(evict_from(owner));
+    }
+  }
+  for (const PoolShare& share : shares_.apart()) {
+    while (share.sealed && pool_.available() < shares_.sealed_from(TenantId{~0U}) &&
+           evict_for(TenantId{~0U})) {
+    }
+  }
 }
 
 std::int64_t PrefixCache::purge(ScopeId scope) {

@@ -27,6 +27,7 @@
 
 #include "core/block_pool.h"
 #include "core/ledger.h"
+#include "core/pool_shares.h"
 #include "core/prefix_index.h"
 #include "core/sequence.h"
 #include "core/types.h"
@@ -98,6 +99,9 @@ class PrefixCache {
       insert_one(sequence, block_at(static_cast<std::int64_t>(sequence.path.size())));
     }
   }
+  // Joins the block that stands in the index for a sequence's `own`, and gives that one back;
+  // nothing if it is the same, or none stands there any more.
+  std::optional<BlockId> exchange(Sequence& sequence, std::int64_t index, BlockId own);
   // Takes the blocks that a sequence put in itself out again, and all that hangs below them: they
   // may be wrong.
   void discard(Sequence& sequence);
@@ -108,9 +112,15 @@ class PrefixCache {
   // Blocks that stay.
   std::int64_t staying() const noexcept { return static_cast<std::int64_t>(staying_.size()); }
 
-  // Blocks that `account` may still reserve.
-  BlockCount available() const noexcept;
-  std::optional<Reservation> reserve(RequestAccount account, BlockCount count);
+  // Blocks that requests of a tenant may still reserve.
+  BlockCount available(TenantId tenant) const noexcept;
+  std::optional<Reservation> reserve(RequestAccount account, TenantId tenant, BlockCount count);
+
+  const PoolShares& shares() const noexcept { return shares_; }
+  // From now on these are the shares; cached blocks beyond them go with keep_within_shares().
+  void set_shares(const std::vector<PoolShare>& shares);
+  // Evicts what tenants have cached beyond their shares, and where sealed tenants' blocks belong.
+  void keep_within_shares();
 
   // Takes everything out that is in `scope` or below it; how many blocks that were.
   std::int64_t purge(ScopeId scope);
@@ -136,13 +146,20 @@ class PrefixCache {
   bool extend(Sequence& waiting);
   bool can_insert(const Sequence& sequence) const noexcept;
   void insert_one(Sequence& sequence, BlockId block);
+  static void note_twice(Sequence& sequence, std::int64_t index) noexcept;
   std::optional<PrefixNode> find(const Sequence& sequence, std::int64_t index, ScopeId scope);
   std::optional<PrefixNode> place(const Sequence& sequence, std::int64_t index, ScopeId scope);
   std::int64_t take_out();
+  // Cached blocks of an owner that lie in its own guarantee: others cannot have them.
+  BlockCount protected_of(const PoolShare& share) const noexcept;
+  // Evicts one for somebody who needs room; false if there is none to evict.
+  bool evict_for(TenantId tenant);
+  bool evict_from(std::optional<CacheOwner> owner);
 
   const std::int64_t slots_per_block_;
   Ledger& ledger_;
   BlockPool& pool_;
+  PoolShares shares_;
   std::optional<PrefixIndex> index_;
   struct Staying {
     ScopeId scope;

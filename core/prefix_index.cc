@@ -25,14 +25,14 @@ std::uint64_t mix(std::uint64_t a, std::uint64_t b) noexcept {
   return static_cast<std::uint64_t>(product) ^ static_cast<std::uint64_t>(product >> 64);
 }
 
-bool may_follow(ScopeId before, ScopeId scope) noexcept {
+}  // namespace
+
+bool PrefixIndex::may_follow(ScopeId before, ScopeId scope) noexcept {
   return scope == before || (is_shared(before) && !is_shared(scope));
 }
 
-}  // namespace
-
 PrefixIndex::PrefixIndex(const PrefixIndexSettings& settings, const MakePolicy& make_policy)
-    : settings_(settings) {
+    : settings_(settings), make_policy_(make_policy) {
   KVL_CHECK_GT(settings.nodes, 0);
   KVL_CHECK_LT(settings.nodes, std::int64_t{kNoSlot});
   KVL_CHECK_GT(settings.block_tokens, 0);
@@ -46,8 +46,10 @@ PrefixIndex::PrefixIndex(const PrefixIndexSettings& settings, const MakePolicy& 
   for (std::size_t slot = count; slot-- > 0;) {
     free_.push_back(static_cast<CacheSlot>(slot));
   }
-  policy_ = make_policy(blocks_);
-  KVL_CHECK(policy_ != nullptr);
+  KVL_CHECK_GE(settings.capacity, 0);
+  common_.policy =
+      make_policy_(blocks_, settings.capacity > 0 ? settings.capacity : settings.nodes);
+  KVL_CHECK(common_.policy != nullptr);
 }
 
 bool PrefixIndex::knows(PrefixNode node) const noexcept {
@@ -117,20 +119,21 @@ std::optional<PrefixNode> PrefixIndex::find(PrefixNode parent, ScopeId scope,
 }
 
 std::optional<PrefixNode> PrefixIndex::place(PrefixNode parent, ScopeId scope,
-                                             std::span<const Token> tokens) {
+                                             std::span<const Token> tokens, CacheOwner owner) {
   KVL_CHECK(!tokens.empty());
   KVL_CHECK_LE(static_cast<std::int64_t>(tokens.size()), settings_.block_tokens);
   KVL_CHECK(may_place(parent, scope));
   const Hashes hashes = hash(parent, scope, tokens);
   if (const CacheSlot slot = search(parent, scope, tokens, hashes.key); slot != kNoSlot) {
     const PrefixNode found{nodes_[slot].serial, slot};
+    KVL_CHECK_EQ(nodes_[slot].owner->id, owner);
     pin(found);
     return found;
   }
   if (free_.empty()) {
     return std::nullopt;
   }
-  first_of_scope_.try_emplace(scope, kNoSlot);  // where memory ends, nothing has changed yet
+  Scope& known = scope_for(scope, owner);  // where memory ends, nothing has changed yet
   const CacheSlot slot = free_.back();
   free_.pop_back();
   Node& node = nodes_[slot];
@@ -138,11 +141,15 @@ std::optional<PrefixNode> PrefixIndex::place(PrefixNode parent, ScopeId scope,
   node.serial = ++serials_;
   node.key = hashes.key;
   node.parent = parent.slot;
+  node.owner = known.owner;
   node.scope = scope;
   node.tokens = static_cast<std::uint32_t>(tokens.size());
   node.pins = 1;
   blocks_[slot] = CachedBlock{};
   blocks_[slot].path = hashes.path;
+  if (parent != root()) {
+    blocks_[slot].position = blocks_[parent.slot].position + nodes_[parent.slot].tokens;
+  }
   std::copy(tokens.begin(), tokens.end(),
             tokens_.begin() + slot * static_cast<std::ptrdiff_t>(settings_.block_tokens));
   link(slot);
@@ -182,15 +189,14 @@ void PrefixIndex::link(CacheSlot slot) {
   }
   eldest = slot;
 
-  CacheSlot& of_scope = first_of_scope_.at(node.scope);
+  CacheSlot& of_scope = scopes_.at(node.scope).first;
   node.next_of_scope = of_scope;
   if (of_scope != kNoSlot) {
     nodes_[of_scope].previous_of_scope = slot;
   }
   of_scope = slot;
-  if (node.parent != kNoSlot) {
-    offer_if_possible(node.parent);  // it is no leaf now
-  }
+  link_to_owner(slot);
+  refresh(slot);  // the parent may be no leaf now
 }
 
 void PrefixIndex::unlink(CacheSlot slot) {
@@ -211,39 +217,19 @@ void PrefixIndex::unlink(CacheSlot slot) {
   if (node.previous_of_scope != kNoSlot) {
     nodes_[node.previous_of_scope].next_of_scope = node.next_of_scope;
   } else if (node.next_of_scope != kNoSlot) {
-    first_of_scope_.at(node.scope) = node.next_of_scope;
+    scopes_.at(node.scope).first = node.next_of_scope;
   } else {
-    first_of_scope_.erase(node.scope);
+    scopes_.erase(node.scope);
   }
   if (node.next_of_scope != kNoSlot) {
     nodes_[node.next_of_scope].previous_of_scope = node.previous_of_scope;
   }
-}
-
-bool PrefixIndex::may_go(const Node& node) const noexcept {
-  return node.is_filled && node.pins == 0 &&
-         (!policy_->takes_leaves_only() || node.first_child == kNoSlot);
-}
-
-void PrefixIndex::offer_if_possible(CacheSlot slot) {
-  Node& node = nodes_[slot];
-  const bool possible = may_go(node);
-  if (possible == node.is_offered) {
-    return;
-  }
-  node.is_offered = possible;
-  if (possible) {
-    policy_->offered(slot);
-  } else {
-    policy_->withdrawn(slot);
-  }
+  unlink_from_owner(slot);
 }
 
 void PrefixIndex::pin(PrefixNode node) {
-  Node& pinned = at(node);
-  cached_ -= pinned.is_filled && pinned.pins == 0 ? 1 : 0;
-  ++pinned.pins;
-  offer_if_possible(node.slot);
+  change_pins(at(node), at(node).pins + 1);
+  refresh(node.slot);
 }
 
 void PrefixIndex::unpin(PrefixNode node) {
@@ -252,9 +238,8 @@ void PrefixIndex::unpin(PrefixNode node) {
   }
   Node& pinned = at(node);
   KVL_CHECK_GT(pinned.pins, 0U);
-  --pinned.pins;
-  cached_ += pinned.is_filled && pinned.pins == 0 ? 1 : 0;
-  offer_if_possible(node.slot);
+  change_pins(pinned, pinned.pins - 1);
+  refresh(node.slot);
   forget_if_useless(node.slot);
 }
 
@@ -263,15 +248,16 @@ void PrefixIndex::fill(PrefixNode node, BlockId block) {
   KVL_CHECK(!hollow.is_filled);
   hollow.is_filled = true;
   hollow.block = block;
-  ++filled_;
-  cached_ += hollow.pins == 0 ? 1 : 0;
-  policy_->entered(node.slot, ++uses_);
-  offer_if_possible(node.slot);
+  count_filled(hollow, 1);
+  Partition& partition = partition_of(hollow);
+  partition.policy->entered(node.slot, ++partition.uses);
+  refresh(node.slot);
 }
 
 void PrefixIndex::use(PrefixNode node) {
   KVL_CHECK(at(node).is_filled);
-  policy_->used(node.slot, ++uses_);
+  Partition& partition = partition_of(at(node));
+  partition.policy->used(node.slot, ++partition.uses);
 }
 
 std::optional<BlockId> PrefixIndex::block_of(PrefixNode node) const {
@@ -279,27 +265,11 @@ std::optional<BlockId> PrefixIndex::block_of(PrefixNode node) const {
   return known.is_filled ? std::optional(known.block) : std::nullopt;
 }
 
-std::optional<BlockId> PrefixIndex::evict() {
-  const CacheSlot slot = policy_->victim();
-  if (slot == kNoSlot) {
-    return std::nullopt;
-  }
-  KVL_CHECK(nodes_[slot].is_offered);
-  const BlockId block = empty(slot, Departure::kEvicted);
-  forget_if_useless(slot);
-  return block;
-}
-
 BlockId PrefixIndex::empty(CacheSlot slot, Departure how) {
   Node& node = nodes_[slot];
-  if (node.is_offered) {
-    node.is_offered = false;
-    policy_->withdrawn(slot);
-  }
-  policy_->leaving(slot, how);
+  leave_policy(slot, how);
   node.is_filled = false;
-  --filled_;
-  cached_ -= node.pins == 0 ? 1 : 0;
+  count_filled(node, -1);
   return node.block;
 }
 
@@ -311,14 +281,12 @@ void PrefixIndex::forget_if_useless(CacheSlot slot) {
     }
     const CacheSlot parent = node.parent;
     forget(slot);
-    if (parent != kNoSlot) {
-      offer_if_possible(parent);  // it may be a leaf now
-    }
     slot = parent;
   }
 }
 
 void PrefixIndex::forget(CacheSlot slot) {
+  stop_living(slot);
   unlink(slot);
   nodes_[slot].serial = 0;
   free_.push_back(slot);
@@ -326,9 +294,8 @@ void PrefixIndex::forget(CacheSlot slot) {
 }
 
 void PrefixIndex::purge(ScopeId scope, std::vector<BlockId>& freed, std::vector<BlockId>& pinned) {
-  for (auto found = first_of_scope_.find(scope); found != first_of_scope_.end();
-       found = first_of_scope_.find(scope)) {
-    purge_from(found->second, freed, pinned);
+  for (auto found = scopes_.find(scope); found != scopes_.end(); found = scopes_.find(scope)) {
+    purge_from(found->second.first, freed, pinned);
   }
 }
 
@@ -357,77 +324,9 @@ void PrefixIndex::purge_from(CacheSlot top, std::vector<BlockId>& freed,
     slot = parent;
   }
   if (above != kNoSlot) {
-    offer_if_possible(above);
+    refresh(above);
     forget_if_useless(above);
   }
-}
-
-std::optional<std::string> PrefixIndex::audit_node(CacheSlot slot) const {
-  const Node& node = nodes_[slot];
-  const std::string name = "node " + std::to_string(node.serial);
-  const auto* own = tokens_.data() + slot * static_cast<std::size_t>(settings_.block_tokens);
-  const bool is_first = node.parent == kNoSlot;
-  if (!is_first && nodes_[node.parent].serial == 0) {
-    return name + " hangs below one that is gone";
-  }
-  const PrefixNode parent = is_first ? root() : PrefixNode{nodes_[node.parent].serial, node.parent};
-  const Hashes hashes = hash(parent, node.scope, {own, node.tokens});
-  if (node.key != hashes.key || blocks_[slot].path != hashes.path) {
-    return name + " is not what its place says";
-  }
-  if (search(parent, node.scope, {own, node.tokens}, node.key) != slot) {
-    return name + " cannot be found, or is there twice";
-  }
-  if (!is_first && !may_follow(nodes_[node.parent].scope, node.scope)) {
-    return name + " hangs below another scope";
-  }
-  if (!node.is_filled && node.pins == 0 && node.first_child == kNoSlot) {
-    return name + " is kept for nothing";
-  }
-  return may_go(node) == node.is_offered ? std::nullopt
-                                         : std::optional(name + " is offered wrongly");
-}
-
-std::optional<std::string> PrefixIndex::audit() const {
-  std::int64_t in_use = 0;
-  std::int64_t filled = 0;
-  std::int64_t cached = 0;
-  std::vector<bool> is_child(nodes_.size(), false);
-  std::int64_t children = 0;
-  const auto count_children = [&](CacheSlot first) {
-    for (CacheSlot child = first; child != kNoSlot && !is_child[child];
-         child = nodes_[child].next_sibling) {
-      is_child[child] = true;
-      ++children;
-    }
-  };
-  count_children(first_of_root_);
-  for (std::size_t slot = 0; slot < nodes_.size(); ++slot) {
-    if (nodes_[slot].serial == 0) {
-      continue;
-    }
-    ++in_use;
-    filled += nodes_[slot].is_filled ? 1 : 0;
-    cached += nodes_[slot].is_filled && nodes_[slot].pins == 0 ? 1 : 0;
-    count_children(nodes_[slot].first_child);
-    if (std::optional<std::string> wrong = audit_node(static_cast<CacheSlot>(slot))) {
-      return wrong;
-    }
-  }
-  std::int64_t scoped = 0;
-  for (const auto& [scope, first] : first_of_scope_) {
-    for (CacheSlot slot = first; slot != kNoSlot; slot = nodes_[slot].next_of_scope) {
-      scoped += nodes_[slot].scope == scope ? 1 : 0;
-    }
-  }
-  const auto free = static_cast<std::int64_t>(free_.size());
-  if (in_use != nodes_in_use_ || filled != filled_ || cached != cached_ || children != in_use ||
-      scoped != in_use || in_use + free != settings_.nodes) {
-    return std::to_string(in_use) + " nodes, " + std::to_string(filled) + " filled, " +
-           std::to_string(children) + " children, " + std::to_string(scoped) + " in scopes, " +
-           std::to_string(free) + " free do not agree";
-  }
-  return std::nullopt;
 }
 
 }  // namespace kvledger

@@ -10,9 +10,10 @@ namespace kvledger {
 namespace {
 
 // How many observed uses the belief about what was not seen is worth, and that belief: uses in the
-// time that a block is old already.
+// time that a block is old already, for classes 0, 1, ... times (class + 1) to this power.
 constexpr double kBeliefUses = 10.0;
 constexpr double kBelievedUses = 0.1;
+constexpr double kBelievedPower = 0.25;
 // What an observation counts after the next renewal.
 constexpr double kDecay = 0.95;
 
@@ -42,14 +43,31 @@ std::size_t ReuseModel::band_of(std::uint64_t age) noexcept {
   return std::min<std::size_t>(kBands, std::bit_width(age + 1)) - 1;
 }
 
-void ReuseModel::observe(std::int64_t uses, std::uint64_t age, bool used_again) noexcept {
-  Class& seen = classes_[class_of(uses)];
-  const std::size_t last = band_of(age);
-  for (std::size_t band = 0; band < last; ++band) {
-    seen.exposed[band] += width(band);
+double ReuseModel::value(std::int64_t uses, std::uint64_t age) const noexcept {
+  const std::array<double, kBands>& values = classes_[class_of(uses)].value;
+  const std::size_t band = band_of(age);
+  const double part = std::min(1.0, (static_cast<double>(age) - first_age(band)) / width(band));
+  return values[band] + part * (values[std::min(band + 1, kBands - 1)] - values[band]);
+}
+
+void ReuseModel::pass(std::int64_t uses, std::uint64_t from, std::uint64_t to) noexcept {
+  if (to <= from) {
+    return;
   }
-  seen.exposed[last] += static_cast<double>(age) - first_age(last);
-  seen.used[last] += used_again ? 1.0 : 0.0;
+  std::array<double, kBands>& exposed = classes_[class_of(uses)].exposed;
+  const std::size_t last = band_of(to);
+  double at = static_cast<double>(from);
+  for (std::size_t band = band_of(from); band < last; ++band) {
+    exposed[band] += first_age(band + 1) - at;
+    at = first_age(band + 1);
+  }
+  exposed[last] += static_cast<double>(to) - at;
+}
+
+void ReuseModel::observe(std::int64_t uses, std::uint64_t age, bool used_again,
+                         std::uint64_t passed) noexcept {
+  pass(uses, passed, age);
+  classes_[class_of(uses)].used[band_of(age)] += used_again ? 1.0 : 0.0;
   if (--until_renewal_ > 0) {
     return;
   }
@@ -67,10 +85,11 @@ void ReuseModel::observe(std::int64_t uses, std::uint64_t age, bool used_again) 
 // probability e^(-hazard * width).
 void ReuseModel::renew(std::size_t index) noexcept {
   Class& of = classes_[index];
+  const double more = std::pow(static_cast<double>(index + 1), kBelievedPower);
   std::array<double, kBands> hazard;
   for (std::size_t band = 0; band < kBands; ++band) {
     const double middle = first_age(band) + width(band) / 2 + 1;
-    const double believed = kBelievedUses * static_cast<double>(index + 1) / middle;
+    const double believed = more * kBelievedUses / middle;
     hazard[band] = (of.used[band] + kBeliefUses) / (of.exposed[band] + kBeliefUses / believed);
   }
   for (std::size_t from = 0; from < kBands; ++from) {

@@ -15,9 +15,9 @@
 // of LRU within a class; where conversations come back after a pause, a block gains value as the
 // pause passes.
 //
-// A class and age that were hardly seen are believed to be like 1 / age, more for what was used
-// more often. Older news counts less. Equal calls give equal answers; no call allocates. One thread
-// at a time.
+// Values are computed for ages 2^b - 1 and interpolated between them. A class and age that were
+// hardly seen are believed to be like 1 / age, a little more for what was used more often. Older
+// news counts less. Equal calls give equal answers; no call allocates. One thread at a time.
 
 #pragma once
 
@@ -32,12 +32,14 @@ class ReuseModel {
   explicit ReuseModel(std::int64_t news);
 
   // Learns that a block used `uses` times before was used again at `age`, or was not within it.
-  void observe(std::int64_t uses, std::uint64_t age, bool used_again) noexcept;
+  // What pass() was told of it before is `passed`.
+  void observe(std::int64_t uses, std::uint64_t age, bool used_again,
+               std::uint64_t passed = 0) noexcept;
+  // Learns that a block used `uses` times was not used between two ages, and may be later.
+  void pass(std::int64_t uses, std::uint64_t from, std::uint64_t to) noexcept;
 
   // Expected uses for each use of others that passes, of a block kept from now on.
-  double value(std::int64_t uses, std::uint64_t age) const noexcept {
-    return classes_[class_of(uses)].value[band_of(age)];
-  }
+  double value(std::int64_t uses, std::uint64_t age) const noexcept;
 
   // Classes by number of uses: 1, 2, 3 to 4, 5 to 8, more.
   static constexpr std::size_t kClasses = 5;

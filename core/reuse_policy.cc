@@ -11,34 +11,30 @@ constexpr std::int64_t kRememberedLeast = 16384;
 // Uses and losses after which the model's values are renewed, at the least; else half a cache of
 // them.
 constexpr std::int64_t kNewsLeast = 512;
+// Places of the memory that each use looks at: about two rounds while the cache is used once over.
+constexpr int kLooks = 2 * kRememberedForEach;
 
 }  // namespace
 
-ReusePolicy::ReusePolicy(CachedBlocks& blocks, std::int64_t capacity)
+ReusePolicy::ReusePolicy(CachedBlocks& blocks, std::int64_t capacity, double growth)
     : blocks_(blocks),
-      model_(std::max(kNewsLeast, capacity / 2)),
+      news_(std::max(kNewsLeast, capacity / 2)),
+      model_(news_),
       evicted_(std::max(kRememberedLeast, kRememberedForEach * capacity)),
-      classes_{CacheList(blocks, 1), CacheList(blocks, 2), CacheList(blocks, 3),
-               CacheList(blocks, 4), CacheList(blocks, 5)} {}
-
-CacheList& ReusePolicy::list_of(CacheSlot slot) noexcept {
-  return classes_[ReuseModel::class_of(blocks_[slot].uses)];
-}
-
-double ReusePolicy::value_of(CacheSlot slot) const noexcept {
-  const CachedBlock& block = blocks_[slot];
-  return model_.value(block.uses, now_ - block.used_at);
-}
+      order_(blocks, model_, growth),
+      duel_(capacity, news_, model_, growth) {}
 
 void ReusePolicy::entered(CacheSlot slot, std::uint64_t now) {
   CachedBlock& block = blocks_[slot];
   const std::optional<EvictedBlock> before = evicted_.recall(block.path);
   if (before) {
-    model_.observe(before->uses, now - before->used_at, true);
+    model_.observe(before->uses, now - before->used_at, true, before->passed);
   }
   block.uses = 1 + (before ? before->uses : 0);
   block.used_at = now;
   now_ = now;
+  duel_.use(block, now);
+  look_at_evicted();
 }
 
 void ReusePolicy::used(CacheSlot slot, std::uint64_t now) {
@@ -54,50 +50,33 @@ void ReusePolicy::used(CacheSlot slot, std::uint64_t now) {
   if (is_offered) {
     offered(slot);
   }
+  duel_.use(block, now);
+  look_at_evicted();
 }
 
-// A block that becomes a leaf late may be older than those offered meanwhile. Only the ends of the
-// order are looked at: it goes to the old one if it is older than all, else to the new one.
-void ReusePolicy::offered(CacheSlot slot) {
-  CacheList& list = list_of(slot);
-  if (!list.empty() && blocks_[slot].used_at <= blocks_[list.first()].used_at) {
-    list.push_first(slot);
-  } else {
-    list.push_last(slot);
+// What has not come back says as much as what has, and says it before it is forgotten.
+void ReusePolicy::look_at_evicted() noexcept {
+  for (int look = 0; look < kLooks; ++look) {
+    if (EvictedBlock* evicted = evicted_.next_in_round()) {
+      const std::uint64_t age = now_ - evicted->used_at;
+      model_.pass(evicted->uses, evicted->passed, age);
+      evicted->passed = age;
+    }
   }
-}
-
-void ReusePolicy::withdrawn(CacheSlot slot) {
-  list_of(slot).remove(slot);
 }
 
 void ReusePolicy::leaving(CacheSlot slot, Departure how) {
-  if (how == Departure::kPurged) {
+  if (how != Departure::kEvicted) {
     return;
   }
   const CachedBlock& block = blocks_[slot];
-  const auto forgotten = evicted_.remember(EvictedBlock{block.path, block.used_at, block.uses});
+  const std::uint64_t age = now_ - block.used_at;
+  model_.pass(block.uses, 0, age);
+  const auto forgotten =
+      evicted_.remember(EvictedBlock{block.path, block.used_at, block.uses, age});
   if (forgotten) {
-    model_.observe(forgotten->uses, now_ - forgotten->used_at, false);
+    model_.observe(forgotten->uses, now_ - forgotten->used_at, false, forgotten->passed);
   }
-}
-
-CacheSlot ReusePolicy::victim() {
-  CacheSlot least = kNoSlot;
-  double least_value = 0.0;
-  for (const CacheList& list : classes_) {
-    for (const CacheSlot slot : {list.first(), list.last()}) {
-      if (slot == kNoSlot) {
-        continue;
-      }
-      const double value = value_of(slot);
-      if (least == kNoSlot || value < least_value) {
-        least = slot;
-        least_value = value;
-      }
-    }
-  }
-  return least;
 }
 
 }  // namespace kvledger

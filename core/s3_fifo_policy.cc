@@ -13,12 +13,20 @@ S3FifoPolicy::S3FifoPolicy(CachedBlocks& blocks, std::int64_t capacity)
       count_(blocks.size(), 0),
       offered_(blocks.size(), false) {}
 
-void S3FifoPolicy::entered(CacheSlot slot, std::uint64_t) {
+void S3FifoPolicy::entered(CacheSlot slot, std::uint64_t now) {
+  blocks_[slot].used_at = now;
   count_[slot] = 0;
   (evicted_.recall(blocks_[slot].path) ? main_ : small_).push_last(slot);
 }
 
-void S3FifoPolicy::used(CacheSlot slot, std::uint64_t) {
+// What its other policy counted of its uses is not known here: it has a turn of the main queue.
+void S3FifoPolicy::adopted(CacheSlot slot, std::uint64_t) {
+  count_[slot] = 0;
+  main_.push_last(slot);
+}
+
+void S3FifoPolicy::used(CacheSlot slot, std::uint64_t now) {
+  blocks_[slot].used_at = now;
   count_[slot] = std::min<std::uint8_t>(kCountMax, count_[slot] + 1);
 }
 
@@ -26,7 +34,7 @@ void S3FifoPolicy::leaving(CacheSlot slot, Departure how) {
   const bool was_small = small_.has(slot);
   (was_small ? small_ : main_).remove(slot);
   if (was_small && how == Departure::kEvicted) {
-    evicted_.remember(EvictedBlock{blocks_[slot].path, 0, 0});
+    evicted_.remember(EvictedBlock{blocks_[slot].path, 0, 0, 0});
   }
 }
 

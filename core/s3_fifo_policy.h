@@ -22,6 +22,7 @@ class S3FifoPolicy : public EvictionPolicy {
   bool takes_leaves_only() const noexcept override { return false; }
   void entered(CacheSlot slot, std::uint64_t now) override;
   void used(CacheSlot slot, std::uint64_t now) override;
+  void adopted(CacheSlot slot, std::uint64_t now) override;
   void offered(CacheSlot slot) override { offered_[slot] = true; }
   void withdrawn(CacheSlot slot) override { offered_[slot] = false; }
   void leaving(CacheSlot slot, Departure how) override;

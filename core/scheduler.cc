@@ -126,6 +126,11 @@ void Scheduler::resume(Sequence& sequence) {
 
 void Scheduler::schedule(Nanoseconds now, StepPlan& plan, StepReport& report) {
   chunks_.clear();
+  for (Sequence* sequence : running_) {
+    if (sequence->twice_from >= 0) {
+      blocks_.exchange_twice(*sequence, plan);
+    }
+  }
   const std::int64_t decode_tokens = choose_decode(now, plan, report);
   decode_chunks_ = chunks_.size();
   collect_prefill(plan);
@@ -175,7 +180,7 @@ bool Scheduler::grow(std::size_t& index, std::int64_t tokens, Nanoseconds now, S
   Sequence& sequence = *running_[index];
   for (BlockCount missing = blocks_.missing(sequence, tokens); missing > kNone;) {
     if (sequence.reservation.remaining() == kNone) {
-      std::optional<Reservation> one = cache_.reserve(sequence.account, kOne);
+      std::optional<Reservation> one = cache_.reserve(sequence.account, sequence.tenant, kOne);
       if (!one) {
         const std::size_t victim = victim_for(index);
         if (victim == running_.size()) {
@@ -199,7 +204,7 @@ bool Scheduler::grow(std::size_t& index, std::int64_t tokens, Nanoseconds now, S
 std::size_t Scheduler::victim_for(std::size_t index) const {
   std::size_t victim = running_.size();
   for (std::size_t i = running_.size(); i-- > 0;) {
-    if (is_protected(*running_[i])) {
+    if (is_protected(*running_[i]) || !would_help(*running_[i], *running_[index])) {
       continue;
     }
     if (running_[i]->paused) {
@@ -225,7 +230,7 @@ void Scheduler::collect_prefill(StepPlan& plan) {
     }
   }
   std::int64_t rows = settings_.sequences_max - running();
-  BlockCount room = cache_.available() - BlockCount{running()};
+  BlockCount promised;                                  // to those chosen so far
   auto passes = static_cast<std::int64_t>(kLookahead);  // that those looked at still put up with
   for (Sequence* sequence : waiting_) {
     if (rows == 0 || passes == 0 || passed_over_.size() == kLookahead) {
@@ -236,14 +241,25 @@ void Scheduler::collect_prefill(StepPlan& plan) {
     const BlockCount needed =
         blocks_to_admit(*sequence, next.shared + next.match.blocks * slots_per_block_) +
         BlockCount{next.match.cached};
-    if (needed <= room) {
-      room -= needed + kOne;  // its blocks, and one to grow into
+    if (needed <= room_for(sequence->tenant) - promised) {
+      promised += needed + kOne;  // its blocks, and one to grow into
       --rows;
       --passes;
       candidates_.push_back(next);
     }
     passes = std::min(passes, settings_.overtakes_max - sequence->overtaken);
   }
+}
+
+// Blocks that a tenant's sequences may be admitted with: one stays for each that runs to grow into.
+// Where a tenant has a guarantee nobody else's sequences grow into that.
+BlockCount Scheduler::room_for(TenantId tenant) const {
+  std::int64_t growing = running();
+  if (cache_.shares().of(tenant).guaranteed > kNone) {
+    growing = std::count_if(running_.begin(), running_.end(),
+                            [&](const Sequence* other) { return other->tenant == tenant; });
+  }
+  return cache_.available(tenant) - BlockCount{growing};
 }
 
 // A waiting sequence, with what it could share now. Of its last token it needs the logits, so it
@@ -401,15 +417,19 @@ void Scheduler::begin(const Candidate& candidate, Nanoseconds now, StepPlan& pla
                       StepReport& report) {
   Sequence& sequence = *candidate.sequence;
   // Others may have evicted some of it since: then it needs more blocks, of which there are more.
-  const PrefixMatch match = candidate.source == nullptr ? cache_.match(sequence) : PrefixMatch{};
+  PrefixMatch match = candidate.source == nullptr ? cache_.match(sequence) : PrefixMatch{};
   const std::int64_t whole = match.blocks * slots_per_block_;
+  const BlockCount needed = blocks_to_admit(sequence, candidate.shared + whole);
+  if (cache_.available(sequence.tenant) <= needed + BlockCount{match.cached}) {
+    match.tail = 0;  // its source may be the very block that has to go
+  }
   run(sequence, now, candidate.shared, whole + match.tail, report);
   blocks_.begin_with(sequence, match, plan);
   if (match.tail > 0) {
     cache_.pin_source(match);
   }
-  std::optional<Reservation> reservation =
-      cache_.reserve(sequence.account, blocks_to_admit(sequence, candidate.shared + whole));
+  std::optional<Reservation> reservation = cache_.reserve(
+      sequence.account, sequence.tenant, blocks_to_admit(sequence, candidate.shared + whole));
   KVL_CHECK(reservation.has_value());
   sequence.reservation = std::move(*reservation);
   if (match.tail > 0) {
@@ -496,7 +516,7 @@ void Scheduler::fork_samples(const Sequence& leader, std::int32_t token, Nanosec
 bool Scheduler::may_fork(const Sequence& sample) const {
   return sample.state == Sequence::State::kWaiting && !sample.paused &&
          sample.output_count() == 0 && !is_protected(sample) &&
-         running() < settings_.sequences_max && cache_.available() > BlockCount{running()} &&
+         running() < settings_.sequences_max && room_for(sample.tenant) > kNone &&
          (waiting_.empty() || !ByRank{}(*waiting_.begin(), &sample));
 }
 
@@ -513,6 +533,14 @@ void Scheduler::remove(Sequence& sequence) {
   Request& request = *sequence.request;
   std::erase(request.samples, &sequence);
   arrange(request);
+}
+
+// Whether a victim's blocks could be another's: not where that one is at its own tenant's limit,
+// and not where the victim's tenant has only what it was guaranteed.
+bool Scheduler::would_help(const Sequence& victim, const Sequence& other) const {
+  const PoolShares& shares = cache_.shares();
+  return victim.tenant == other.tenant ||
+         (shares.left_to(other.tenant) > kNone && shares.is_beyond_guarantee(victim.tenant));
 }
 
 void Scheduler::preempt(Sequence& sequence, Nanoseconds now, StepReport& report) {

@@ -30,6 +30,10 @@
 // this step, it waits for it: one step. Order and shares go by what a sequence would have to
 // compute if nothing were cached, so that nobody's place tells what others have cached.
 //
+// Shares. A tenant's sequences take no more blocks than its share, and never those that others have
+// guaranteed (pool_shares.h); who needs one beyond its tenant's limit preempts only its tenant's,
+// and nobody preempts a tenant that holds no more than its guarantee.
+//
 // Pausing. A paused sequence keeps its place and its blocks but is not planned. When somebody else
 // needs a block it is the first victim, wherever it stands: who does not take tokens should not
 // cost anybody else theirs.
@@ -145,6 +149,8 @@ class Scheduler {
   bool grow(std::size_t& index, std::int64_t tokens, Nanoseconds now, StepPlan& plan,
             StepReport& report);
   std::size_t victim_for(std::size_t index) const;
+  bool would_help(const Sequence& victim, const Sequence& other) const;
+  BlockCount room_for(TenantId tenant) const;
   void preempt(Sequence& sequence, Nanoseconds now, StepReport& report);
   BlockCount blocks_to_admit(const Sequence& sequence, std::int64_t shared_tokens) const;
   bool is_protected(const Sequence& sequence) const noexcept;

@@ -116,6 +116,9 @@ struct Sequence {
   std::int64_t own_from = 0;
   // The first block that it put into the index itself; -1 for none.
   std::int64_t filled_from = -1;
+  // The first block that another sequence computed too, and put into the index before it; -1 for
+  // none. It is exchanged for that one in the next plan.
+  std::int64_t twice_from = -1;
   // Whether the index could not follow it any further.
   bool path_ends = false;
   // Tokens that it did not compute since it was admitted last.

@@ -116,6 +116,16 @@ void SequenceBlocks::catch_up(Sequence& running, StepPlan& plan) {
   }
 }
 
+void SequenceBlocks::exchange_twice(Sequence& running, StepPlan& plan) {
+  for (auto i = running.twice_from; i < static_cast<std::int64_t>(running.path.size()); ++i) {
+    if (const auto block = cache_.exchange(running, i, tables_.at(running.row, i))) {
+      tables_.replace(running.row, i, *block);
+      plan.append_delta(running.row, i, *block);
+    }
+  }
+  running.twice_from = -1;
+}
+
 void SequenceBlocks::give_back(Sequence& sequence) {
   sequence.reservation.forfeit();
   const std::int64_t length = tables_.length(sequence.row).value();

@@ -44,6 +44,8 @@ class SequenceBlocks {
   void begin_with(Sequence& sequence, const PrefixMatch& match, StepPlan& plan);
   // Copies what the match has of the next block into one of the sequence's reservation.
   void copy_tail(Sequence& sequence, const PrefixMatch& match, StepPlan& plan);
+  // Exchanges blocks that another sequence computed at the same time for that one's.
+  void exchange_twice(Sequence& running, StepPlan& plan);
   // Takes the blocks that others have computed meanwhile in place of those it would compute next.
   void catch_up(Sequence& running, StepPlan& plan);
   // Gives back all blocks, the row, and what was promised.

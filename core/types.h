@@ -70,6 +70,9 @@ using ScopeId = Id<struct ScopeIdTag, std::uint32_t>;
 constexpr bool is_shared(ScopeId scope) noexcept {
   return scope.value() >> 31 != 0;
 }
+// To whom blocks of the prefix index belong: a tenant, or the account of a scope that several
+// share; interned by the service.
+using CacheOwner = Id<struct CacheOwnerTag, std::uint32_t>;
 // One step of the model, from 1.
 using StepId = Id<struct StepIdTag, std::uint64_t>;
 

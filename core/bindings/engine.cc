@@ -258,6 +258,28 @@ Report commit_step(BoundEngine& self, std::uint64_t step, const py::array& token
   return report_of(engine);
 }
 
+using ShareNumbers = std::tuple<std::uint32_t, std::int64_t, std::int64_t, std::int64_t, bool>;
+
+std::vector<PoolShare> shares_of(const std::vector<ShareNumbers>& numbers, const Engine& engine) {
+  const BlockCount total = engine.ledger().total();
+  std::vector<PoolShare> shares;
+  std::int64_t guaranteed_sum = 0;
+  for (const auto& [tenant, guaranteed, live_max, max, sealed] : numbers) {
+    require(!is_shared(ScopeId{tenant}), "tenants are below 2^31");
+    require(guaranteed >= 0 && guaranteed <= max && live_max >= 1 && max <= total.value(),
+            "0 <= guaranteed <= max <= blocks of the pool, and live_max at least 1");
+    guaranteed_sum += guaranteed;
+    shares.push_back(PoolShare{TenantId{tenant}, BlockCount{guaranteed}, BlockCount{live_max},
+                               BlockCount{max}, sealed});
+    for (std::size_t i = 0; i + 1 < shares.size(); ++i) {
+      require(shares[i].tenant != shares.back().tenant, "a tenant has one share");
+    }
+  }
+  require(guaranteed_sum <= engine.shareable_blocks().value(),
+          "guarantees add up to more than the pool");
+  return shares;
+}
+
 // A batch over arrays that the caller keeps as they are.
 BatchView make_batch(const Array<std::int32_t>& query_start,
                      const Array<std::int32_t>& context_length, const Array<std::int32_t>& rows,
@@ -485,6 +507,14 @@ void bind_engine(py::module_& module) {
           },
           py::arg("ids").noconvert(), py::arg("reason"), py::arg("now"))
       .def(
+          "set_shares",
+          [](BoundEngine& self, const std::vector<ShareNumbers>& shares, std::int64_t now) {
+            self.engine().set_shares(shares_of(shares, self.engine()), now);
+          },
+          py::arg("shares"), py::arg("now"),
+          "Tenants' shares: (tenant, blocks guaranteed, most blocks of requests, most blocks, "
+          "sealed).")
+      .def(
           "purge",
           [](BoundEngine& self, const Array<std::uint32_t>& scopes, std::int64_t now) {
             std::int64_t blocks = 0;
@@ -503,6 +533,10 @@ void bind_engine(py::module_& module) {
                             "inserted"_a = counts.inserted, "evicted"_a = counts.evicted,
                             "mismatches"_a = counts.mismatches, "foreign"_a = counts.foreign);
           })
+      .def_property_readonly(
+          "shareable_blocks",
+          [](const BoundEngine& self) { return self.engine().shareable_blocks().value(); },
+          "Blocks that do not stay with public scopes.")
       .def_property_readonly(
           "sequence_tokens_max",
           [](const BoundEngine& self) { return self.engine().sequence_tokens_max(); })

@@ -23,28 +23,31 @@ namespace py = pybind11;
 
 constexpr const char* kTokens = "tokens must be a contiguous array of int32";
 
-PrefixIndex::MakePolicy policy_of(const std::string& name, std::int64_t capacity) {
+PrefixIndex::MakePolicy policy_of(const std::string& name, double cost_growth) {
   if (name == "lru") {
-    return [](CachedBlocks& blocks) { return std::make_unique<LruPolicy>(blocks); };
+    return [](CachedBlocks& blocks, std::int64_t) { return std::make_unique<LruPolicy>(blocks); };
   }
   if (name == "s3_fifo") {
-    return [capacity](CachedBlocks& blocks) {
+    return [](CachedBlocks& blocks, std::int64_t capacity) {
       return std::make_unique<S3FifoPolicy>(blocks, capacity);
     };
   }
   require(name == "reuse", "policy must be lru, s3_fifo or reuse");
-  return
-      [capacity](CachedBlocks& blocks) { return std::make_unique<ReusePolicy>(blocks, capacity); };
+  return [cost_growth](CachedBlocks& blocks, std::int64_t capacity) {
+    return std::make_unique<ReusePolicy>(blocks, capacity, cost_growth);
+  };
 }
 
 std::unique_ptr<PrefixIndex> make_index(const std::string& policy, std::int64_t capacity,
                                         std::int64_t nodes, std::int64_t block_tokens,
-                                        std::uint64_t seed) {
+                                        std::uint64_t seed, double cost_growth) {
   require(capacity > 0 && nodes >= capacity && nodes < (std::int64_t{1} << 31),
           "capacity and nodes must be positive, nodes at least capacity and below 2^31");
   require(block_tokens > 0 && block_tokens <= 4096, "block_tokens must be from 1 to 4096");
-  const PrefixIndexSettings settings{.nodes = nodes, .block_tokens = block_tokens, .seed = seed};
-  return std::make_unique<PrefixIndex>(settings, policy_of(policy, capacity));
+  require(cost_growth >= 0.0 && cost_growth <= 1.0, "cost_growth must be from 0 to 1");
+  const PrefixIndexSettings settings{
+      .nodes = nodes, .capacity = capacity, .block_tokens = block_tokens, .seed = seed};
+  return std::make_unique<PrefixIndex>(settings, policy_of(policy, cost_growth));
 }
 
 PrefixNode known(const PrefixIndex& index, PrefixNode node) {
@@ -59,16 +62,35 @@ std::span<const Token> tokens_of(const py::array& tokens, std::int64_t most) {
   return span;
 }
 
+// How many of a prompt's blocks are filled, from the first one on without a gap: a walk as the
+// scheduler makes it, for measuring.
+std::int64_t find_all(const PrefixIndex& index, std::uint32_t scope, const py::array& prompt) {
+  const std::span<const Token> tokens = span_of<Token>(prompt, kTokens);
+  const auto block = static_cast<std::size_t>(index.block_tokens());
+  PrefixNode at = PrefixIndex::root();
+  std::int64_t found = 0;
+  for (std::size_t i = 0; i + block <= tokens.size(); i += block) {
+    const auto node = index.find(at, ScopeId{scope}, tokens.subspan(i, block));
+    if (!node || !index.block_of(*node)) {
+      break;
+    }
+    at = *node;
+    ++found;
+  }
+  return found;
+}
+
 }  // namespace
 
 void bind_prefix_index(py::module_& module) {
   py::class_<PrefixNode>(module, "PrefixNode").def(py::self == py::self);
   py::class_<PrefixIndex>(module, "PrefixIndex")
       .def(py::init(&make_index), py::kw_only(), py::arg("policy"), py::arg("capacity"),
-           py::arg("nodes"), py::arg("block_tokens"), py::arg("seed"))
+           py::arg("nodes"), py::arg("block_tokens"), py::arg("seed"), py::arg("cost_growth") = 0.0)
       .def_property_readonly_static("root", [](const py::object&) { return PrefixIndex::root(); })
       .def_property_readonly("nodes", &PrefixIndex::nodes)
-      .def_property_readonly("filled", &PrefixIndex::filled)
+      .def_property_readonly("filled", py::overload_cast<>(&PrefixIndex::filled, py::const_))
+      .def_property_readonly("cached", py::overload_cast<>(&PrefixIndex::cached, py::const_))
       .def_property_readonly("mismatches", &PrefixIndex::mismatches)
       .def("place",
            [](PrefixIndex& index, PrefixNode parent, std::uint32_t scope, const py::array& tokens) {
@@ -111,6 +133,7 @@ void bind_prefix_index(py::module_& module) {
              const std::optional<BlockId> block = index.evict();
              return block ? std::optional(block->value()) : std::nullopt;
            })
+      .def("find_all", &find_all)
       .def("purge",
            [](PrefixIndex& index, std::uint32_t scope) {
              std::vector<BlockId> freed;

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 import pytest
-from bench.hitrate import POLICIES, Request, belady_share, chats, hit_share
+from bench.hitrate import POLICIES, Request, agents, belady_share, chats, hit_share, played
 
 REQUESTS = chats(1500, 3)
 
@@ -66,3 +66,32 @@ def test_scopes_share_nothing() -> None:
     requests: list[Request] = [(tenant, range(20)) for tenant in (1, 2, 3)]
     assert all(hit_share(policy, 100, requests) == 0 for policy in POLICIES)
     assert belady_share(100, requests) == 0
+
+
+@pytest.mark.parametrize("requests", [REQUESTS, agents(1500, 3)], ids=["chats", "agents"])
+def test_the_default_policy_is_nowhere_worse_than_lru(requests: Sequence[Request]) -> None:
+    """Where almost all fits, what was learnt from little would cost hits."""
+    for capacity in (400, 1000, 3000, 6000, 10_000, 14_000, 25_000):
+        assert hit_share("reuse", capacity, requests) >= hit_share("lru", capacity, requests)
+
+
+def test_scans_do_not_push_out_what_comes_back() -> None:
+    """One tenant that reads long documents once would empty the cache of all others."""
+    talks = [(tenant, range(1000 * tenant, 1000 * tenant + 20)) for tenant in range(1, 31)]
+    requests: list[Request] = []
+    for number in range(3000):
+        requests.append(talks[number * 7 % 30])
+        requests.append((99, range(10**6 + 60 * number, 10**6 + 60 * number + 60)))
+    best = 1 - 60 / 80  # 600 of the capacity's 900 are all that come back
+    assert hit_share("lru", 900, requests) == 0
+    assert hit_share("reuse", 900, requests) > 0.85 * best
+
+
+def test_a_policy_that_knows_the_costs_saves_more_compute() -> None:
+    """Blocks far behind a long beginning would be dropped like those at the front."""
+    growth = 0.1
+    plain = played("reuse", 700, REQUESTS, growth=growth)
+    knows = played("reuse", 700, REQUESTS, known=growth, growth=growth)
+    assert knows.compute > plain.compute
+    assert plain.compute > played("lru", 700, REQUESTS, growth=growth).compute
+    assert played("reuse", 700, REQUESTS).compute == pytest.approx(plain.blocks)

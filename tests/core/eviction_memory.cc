@@ -50,3 +50,26 @@ TEST_CASE("room that was recalled is used again, and paths need not differ in th
     REQUIRE(memory.size() == static_cast<std::int64_t>(model.size()));
   }
 }
+
+TEST_CASE("a round comes by every place once, and tells those that are taken") {
+  // If this fails, some evicted blocks are never counted as staying away, or count twice.
+  EvictionMemory memory(4);
+  CHECK(memory.next_in_round() == nullptr);
+  for (const std::uint64_t path : {1, 2, 3}) {
+    memory.remember({.path = path, .used_at = 0, .uses = 1});
+  }
+  REQUIRE(memory.recall(2).has_value());
+  for (int round = 0; round < 3; ++round) {
+    std::vector<std::uint64_t> paths;
+    for (int place = 0; place < 4; ++place) {
+      if (EvictedBlock* block = memory.next_in_round()) {
+        paths.push_back(block->path);
+        CHECK(block->passed == static_cast<std::uint64_t>(round));
+        ++block->passed;
+      }
+    }
+    std::sort(paths.begin(), paths.end());
+    CHECK(paths == std::vector<std::uint64_t>{1, 3});
+  }
+  CHECK(memory.recall(1)->passed == 3);
+}

@@ -1,5 +1,6 @@
 #include "core/reuse_model.h"
 
+#include <cmath>
 #include <random>
 
 #include "tests/check_throws.h"
@@ -50,6 +51,44 @@ TEST_CASE("the value is the chance of use over the time that it takes") {
   }
   for (const std::uint64_t age : {20, 100, 400, 800}) {
     CHECK(model.value(1, age) == doctest::Approx(0.002).epsilon(0.2));
+  }
+}
+
+TEST_CASE("time without a use counts the same in parts as at once") {
+  // If this fails, blocks that were looked at more often seem to be used more seldom.
+  ReuseModel whole(100);
+  ReuseModel parts(100);
+  for (std::uint64_t age = 10; age < 20000; age += 37) {
+    whole.observe(1, age, age % 2 == 0);
+    parts.pass(1, 0, age / 3);
+    parts.pass(1, age / 3, age / 3);
+    parts.pass(1, age / 3, age / 2);
+    parts.observe(1, age, age % 2 == 0, age / 2);
+  }
+  for (std::uint64_t age = 1; age < 50000; age += 99) {
+    CHECK(parts.value(1, age) == doctest::Approx(whole.value(1, age)));
+  }
+}
+
+TEST_CASE("what stays away counts before it is given up") {
+  // If this fails, only what returns is ever seen, and everything seems to return.
+  ReuseModel model(100);
+  teach(model, 1, 1000, 1.0, 200);
+  const double before = model.value(1, 900);
+  for (int i = 0; i < 2000; ++i) {
+    model.pass(1, 0, 10000);
+  }
+  teach(model, 1, 1000, 1.0, 200);
+  CHECK(model.value(1, 900) < before / 2);
+}
+
+TEST_CASE("values do not jump with age") {
+  // If this fails, blocks of nearly the same age are kept or dropped by where a table is cut.
+  ReuseModel model(100);
+  teach(model, 1, 1000, 0.5, 5000);
+  for (std::uint64_t age = 64; age < 8000; ++age) {
+    const double change = model.value(1, age + 1) - model.value(1, age);
+    CHECK(std::abs(change) < 0.02 * model.value(1, 1000));
   }
 }
 

@@ -43,6 +43,7 @@ void ReuseOutcome::add(const ReuseOutcome& other) {
   preemptions += other.preemptions;
   purges += other.purges;
   purged_in_use += other.purged_in_use;
+  at_limit += other.at_limit;
   evicted += other.evicted;
 }
 
@@ -63,6 +64,9 @@ ReuseSimulator::ReuseSimulator(std::uint64_t seed)
 }
 
 ReuseOutcome ReuseSimulator::run(std::int64_t steps) {
+  if (random_.chance(500)) {
+    draw_shares();
+  }
   for (; outcome_.steps < steps; ++outcome_.steps) {
     arrive();
     disturb();
@@ -96,6 +100,8 @@ void ReuseSimulator::arrive() {
     Tokens prompt = draw_prompt(arrival);
     last_id_ += static_cast<std::uint64_t>(arrival.samples);
     ++outcome_.requests;
+    prompt.resize(std::min<std::size_t>(
+        prompt.size(), static_cast<std::size_t>(engine_.sequence_tokens_max(arrival.tenant) - 1)));
     const bool accepted = engine_.accept(arrival, prompt);
     take_report();
     for (std::int64_t i = 0; accepted && i < arrival.samples; ++i) {
@@ -199,10 +205,54 @@ void ReuseSimulator::purge() {
   computed_[scope.value()].clear();
 }
 
+// Shares that hold from the start; nothing runs yet.
+void ReuseSimulator::draw_shares() {
+  const std::int64_t pool = settings_.blocks.value();
+  std::int64_t left = pool - 4;
+  for (std::uint32_t tenant = 1; tenant <= 3; ++tenant) {
+    PoolShare share;
+    share.tenant = TenantId{tenant};
+    share.guaranteed = BlockCount{random_.between(0, left / 2)};
+    left -= share.guaranteed.value();
+    share.sealed = share.guaranteed.value() > 2 && random_.chance(200);
+    share.max = share.sealed ? share.guaranteed
+                             : BlockCount{random_.between(
+                                   std::max<std::int64_t>(3, share.guaranteed.value()), pool)};
+    share.live_max = BlockCount{random_.between(2, share.max.value())};
+    shares_.push_back(share);
+  }
+  engine_.set_shares(shares_, tick());
+}
+
+void ReuseSimulator::check_shares() const {
+  std::int64_t spoken_for = 0;
+  std::int64_t sealed = 0;
+  for (const PoolShare& share : shares_) {
+    const TenantStatement statement = engine_.ledger().statement(share.tenant);
+    const std::int64_t live = engine_.ledger().live(share.tenant).value();
+    expect(live <= share.live_max.value(), "a tenant holds more than its share");
+    expect(live + statement.cached.value() <= share.max.value() || live == share.max.value(),
+           "a tenant has more than its share with what it has cached");
+    spoken_for += std::max(live, share.guaranteed.value());
+    if (share.sealed) {
+      sealed +=
+          std::max<std::int64_t>(0, share.guaranteed.value() - live - statement.cached.value());
+    }
+  }
+  expect(spoken_for <= settings_.blocks.value(), "somebody holds what another has guaranteed");
+  expect(engine_.ledger().free().value() >= sealed, "others' blocks lie in a sealed share");
+}
+
 void ReuseSimulator::one_step() {
   const StepPlan& plan = engine_.plan(tick());
   const StepPlanView& view = plan.view();
   follow(view);
+  if (!shares_.empty()) {
+    check_shares();
+    outcome_.at_limit += std::ranges::any_of(shares_, [&](const PoolShare& share) {
+      return engine_.ledger().live(share.tenant) == share.live_max;
+    });
+  }
   if (!engine_.has_uncommitted_step()) {
     return;
   }

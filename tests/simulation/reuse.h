@@ -8,6 +8,7 @@
 //              shared scope it named; what was reused was computed in the same scope, ever
 //   reuse      what a running sequence of the same scopes has computed is not computed again
 //   purge      what was computed in a scope before it was purged is not found in it afterwards
+//   shares      nobody takes more than its share, nor what another has guaranteed
 //   books      every audit; receipts add up to the tenants' block-time, to the nanosecond
 
 #pragma once
@@ -33,6 +34,7 @@ struct ReuseOutcome {
   std::int64_t preemptions = 0;
   std::int64_t purges = 0;
   std::int64_t purged_in_use = 0;  // purges while a sequence of the scope ran
+  std::int64_t at_limit = 0;       // steps in which a tenant had all that its share lets it have
   std::uint64_t evicted = 0;
 
   void add(const ReuseOutcome& other);
@@ -63,6 +65,8 @@ class ReuseSimulator {
   Tokens draw_prompt(const Arrival& arrival);
   void disturb();
   void purge();
+  void draw_shares();
+  void check_shares() const;
   void one_step();
   void follow(const StepPlanView& plan);
   void admit(const Admission& admission);
@@ -93,6 +97,7 @@ class ReuseSimulator {
   std::map<std::uint32_t, std::set<std::uint64_t>> computed_;
   std::map<std::uint32_t, BlockNanoseconds> billed_;  // by tenant
   std::vector<std::vector<Tokens>> texts_;            // that prompts begin with, by tenant
+  std::vector<PoolShare> shares_;
   bool quiet_ = false;
   ReuseOutcome outcome_;
 };

@@ -18,6 +18,7 @@ TEST_CASE("whoever reuses whatever, every context is right and every block someb
   CHECK(all.preemptions > 10);
   CHECK(all.purged_in_use > 10);
   CHECK(all.evicted > 100);
+  CHECK(all.at_limit > 100);
   MESSAGE(all.computed << " tokens computed, " << all.reused_own << " and " << all.reused_shared
                        << " reused, " << all.tails << " tails, " << all.caught_up << " caught up, "
                        << all.preemptions << " preemptions, " << all.evicted << " evicted");
