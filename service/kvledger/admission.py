@@ -20,6 +20,7 @@ from kvledger.errors import QueueFull, ServerDraining
 from kvledger.limits import check_prompt_fits
 from kvledger.logit_changes import Constraint
 from kvledger.sampling import SamplingParameters
+from kvledger.scopes.claims import NO_CLAIM, ScopeClaim
 from kvledger.streams import Mailbox, MailboxLimits, Receipt, Streams
 
 _log = structlog.get_logger(__name__)
@@ -50,6 +51,7 @@ class Ticket:
     mailbox: Mailbox
     prompt_tokens: int
     constraint: Constraint | None = None
+    scopes: ScopeClaim = NO_CLAIM
 
     @property
     def sequences(self) -> range:
@@ -63,6 +65,7 @@ class _Entry:
     tenant: str
     samples: int
     constraint: Constraint | None
+    scopes: ScopeClaim
 
 
 class _EngineFlow:
@@ -139,10 +142,12 @@ class Admission:
         stop_ids: frozenset[int] = frozenset(),
         samples: int = 1,
         prompt_logprobs: int | None = None,
+        scopes: ScopeClaim = NO_CLAIM,
     ) -> Ticket:
         """Submits a request to the engine.
 
         Raises InvalidRequest, QueueFull or ServerDraining. `max_tokens` None is the room there is.
+        `scopes` is held until the request has its receipt.
         """
         arrived_at = time.monotonic_ns()
         if self._draining:
@@ -155,7 +160,8 @@ class Admission:
         sequence = self._next_sequence
         self._next_sequence += samples
         constraint = sampling.changes.constraint
-        entry = _Entry(secrets.token_hex(16), caller.name, samples, constraint)
+        prefix_scopes = scopes.hold()
+        entry = _Entry(secrets.token_hex(16), caller.name, samples, constraint, scopes)
         if not self._entries:
             # Nothing could finish while nothing ran: that is no sign of a slow queue.
             self._last_finish = time.monotonic()
@@ -174,9 +180,10 @@ class Admission:
                 stop_ids=stop_ids,
                 samples=samples,
                 prompt_logprobs=prompt_logprobs,
+                scopes=prefix_scopes,
             )
         )
-        return Ticket(entry.request_id, sequence, mailbox, len(prompt), constraint)
+        return Ticket(entry.request_id, sequence, mailbox, len(prompt), constraint, scopes)
 
     def _check_queue(self) -> None:
         waiting, leaving = self.streams.waiting_count, self.streams.leaving_count
@@ -206,6 +213,7 @@ class Admission:
         self._finish_interval += 0.2 * (now - self._last_finish - self._finish_interval)
         self._last_finish = now
         entry = self._entries.pop(sequence)
+        entry.scopes.release()
         if receipt is None:
             _log.error("request_without_receipt", request_id=entry.request_id)
             return
@@ -224,6 +232,8 @@ class Admission:
             prompt_tokens=receipt.prompt_tokens,
             output_tokens=receipt.output_tokens,
             shared_tokens=receipt.shared_tokens,
+            reused_own_tokens=receipt.reused_own,
+            reused_shared_tokens=receipt.reused_shared,
             recomputed_tokens=receipt.recomputed_tokens,
             preemptions=receipt.preemptions,
             peak_blocks=receipt.peak_blocks,

@@ -30,6 +30,7 @@ from kvledger.errors import (
     RequestFailed,
     ServerDraining,
     SettingRefused,
+    SharedScopeDenied,
 )
 from kvledger.rpc import errors as table
 from kvledger.rpc.errors import DOMAIN, Metadata, abort
@@ -64,6 +65,11 @@ EXAMPLES: dict[type, tuple[Exception, grpc.StatusCode, str]] = {
         "CONSTRAINTS_FULL",
     ),
     ModelUnknown: (ModelUnknown(), grpc.StatusCode.NOT_FOUND, "MODEL_UNKNOWN"),
+    SharedScopeDenied: (
+        SharedScopeDenied(),
+        grpc.StatusCode.PERMISSION_DENIED,
+        "SHARED_SCOPE_DENIED",
+    ),
     QueueFull: (QueueFull(256, 1.5), grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL"),
     QueueTimeout: (QueueTimeout(2.0, 0.25), grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_TIMEOUT"),
     ReaderStalled: (ReaderStalled(30.0), grpc.StatusCode.ABORTED, "READER_STALLED"),

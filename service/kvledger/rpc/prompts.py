@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from kvledger.errors import QueueFull
+from kvledger.errors import FieldViolation, InvalidRequest, QueueFull
+from kvledger.limits import check_shared_fits
 from kvledger.rpc.conversations import conversation_of
-from kvledger.tokenizer import Tokenizer
+from kvledger.scopes.public_prefixes import common_tokens
+from kvledger.tokenizer import Conversation, Tokenizer
 from kvledger.v1 import generation_pb2, models_pb2
 
 # Prompts shorter than this, in characters, are encoded faster than a thread could be asked to.
@@ -22,6 +24,15 @@ _RETRY_SECONDS = 1.0
 
 
 _Prompt = TypeVar("_Prompt")
+_Result = TypeVar("_Result")
+
+
+class SharedPrompt(NamedTuple):
+    """A prompt, and how much of it lies in the shared scope that its request names."""
+
+    tokens: npt.NDArray[np.int32]
+    # Of the first tokens; 0 where it names none.
+    shared_tokens: int
 
 
 class PromptEncoder:
@@ -51,15 +62,47 @@ class PromptEncoder:
             return await self._elsewhere(self._tokenizer.encode_text, request.text)
         return await self._elsewhere(self._encode_chat, request.chat)
 
+    async def encode_shared(self, request: generation_pb2.GenerateRequest) -> SharedPrompt:
+        """The same, with the border of what the request shares, in tokens.
+
+        Where it counts messages, the border is where those end: no token before it depends on what
+        follows them.
+        """
+        if request.cache.shared_messages:
+            return await self._elsewhere(self._encode_shared_chat, request)
+        tokens, shared = await self.encode(request), request.cache.shared_tokens
+        check_shared_fits(shared, len(tokens))
+        return SharedPrompt(tokens, shared)
+
     def _encode_chat(self, chat: generation_pb2.ChatPrompt) -> npt.NDArray[np.int32]:
-        conversation = conversation_of(chat)
+        return self._encode_conversation(conversation_of(chat))
+
+    def _encode_conversation(self, conversation: Conversation) -> npt.NDArray[np.int32]:
         return self._tokenizer.encode_chat(
             conversation.messages, conversation.tools, conversation.arguments
         )
 
-    async def _elsewhere(
-        self, work: Callable[[_Prompt], npt.NDArray[np.int32]], prompt: _Prompt
-    ) -> npt.NDArray[np.int32]:
+    def _encode_shared_chat(self, request: generation_pb2.GenerateRequest) -> SharedPrompt:
+        conversation, count = conversation_of(request.chat), request.cache.shared_messages
+        tokens = self._encode_conversation(conversation)
+        try:
+            shared = self._tokenizer.encode_chat(
+                conversation.messages[:count],
+                conversation.tools,
+                conversation.arguments,
+                invites=False,
+            )
+        except InvalidRequest:
+            reason = (
+                f"the model's chat template cannot write the first {count} messages without those "
+                f"that follow; count others, or leave cache.shared_scope out"
+            )
+            raise InvalidRequest(FieldViolation("cache.shared_messages", reason)) from None
+        # Where the two differ, what follows has begun to tell: by another token, or by letters
+        # that became one token with those before them.
+        return SharedPrompt(tokens, common_tokens(tokens, shared))
+
+    async def _elsewhere(self, work: Callable[[_Prompt], _Result], prompt: _Prompt) -> _Result:
         if self._waiting >= self._waiting_max:
             raise QueueFull(self._waiting, _RETRY_SECONDS)
         self._waiting += 1
