@@ -9,6 +9,7 @@ import pytest
 from cache_requests import cached
 from test_shared_border import encoded, tokenizer_of, written
 
+from kvledger.cli import serve
 from kvledger.errors import SettingRefused
 from kvledger.rpc.prompts import PromptEncoder
 from kvledger.scopes.claims import CacheWish, Scopes
@@ -132,6 +133,17 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     said = refusal(PrefixFile("manual", tmp_path / "none", True), tokenizer_of("plain"))
     assert said.startswith("--public-system manual: ")
     assert "none" in said
+
+
+def test_a_file_that_cannot_be_used_ends_the_start_before_a_model_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An operator would wait minutes for a model to hear of a misspelt path."""
+    arguments = ["--dev", "--listen", "127.0.0.1:0", "--model", str(tmp_path / "no-model.gguf")]
+    assert serve.run([*arguments, "--public-prefix", f"manual={tmp_path / 'none'}"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("kvledger serve: --public-prefix manual: ")
+    assert "no-model" not in said
 
 
 def test_what_leaves_no_room_for_an_answer_is_refused(file: Callable[..., PrefixFile]) -> None:

@@ -100,6 +100,39 @@ def test_scopes_of_open_requests_stay(purges: Purges) -> None:
     assert purges.numbers == held[:2]
 
 
+def test_a_tenant_with_many_namespaces_drives_out_its_own(purges: Purges) -> None:
+    """Anybody could empty a neighbour's cache with names (S13)."""
+    scopes = made(purges, 100)
+    quiet = [scopes.hold(namespace(name, "quiet")) for name in range(40)]
+    group = scopes.hold(Scope.of_group("g", 1))
+    for number in (*quiet, group):
+        assert number is not None
+        scopes.release(number)
+    for name in range(5000):
+        number = scopes.hold(namespace(name, "loud"))
+        assert number is not None
+        scopes.release(number)
+        assert len(scopes) <= 100
+    assert purges.told.isdisjoint({*quiet, group})
+    assert [scopes.hold(namespace(name, "quiet")) for name in range(40)] == quiet
+    assert scopes.hold(Scope.of_group("g", 1)) == group
+    recent = scopes.hold(namespace(4999, "loud"))
+    assert recent not in purges.told, "of its own, those unused for longest go"
+
+
+def test_no_call_purges_many_at_once(purges: Purges) -> None:
+    """A step would wait while the core takes out thousands of scopes."""
+    scopes = made(purges, 5000)
+    for name in range(12_000):
+        number = scopes.hold(namespace(name))
+        assert number is not None
+        scopes.release(number)
+    assert max(map(len, purges.calls)) <= 64
+    assert len(scopes) > 4900
+    assert len(purges.numbers) == 12_000 - len(scopes)
+    assert purges.numbers == sorted(purges.numbers), "oldest first"
+
+
 def test_a_release_too_many_is_no_release(purges: Purges) -> None:
     """A scope would go while a request uses it, or a count become negative."""
     scopes = made(purges)

@@ -128,6 +128,10 @@ class Scopes:
         self._public = dict(public or {})
         self._groups = ShareGroups()
         self._reuses = reuses
+        if reuses:
+            # For good: what is pinned there must never be found unused, and purged.
+            for prefix in self._public.values():
+                self._table.hold(prefix.scope)
 
     def __len__(self) -> int:
         return len(self._table)
@@ -148,10 +152,7 @@ class Scopes:
         return ScopeClaim(self._table, own, shared, shared_tokens=wish.shared_tokens)
 
     def start_jobs(self) -> list[StartJob]:
-        """What to submit when the server starts, once, so that public prefixes are cached.
-
-        Their claims are for good: nobody purges a public scope while the server runs.
-        """
+        """What to submit when the server starts, once, so that public prefixes are cached."""
         if not self._reuses:
             return []
         return [

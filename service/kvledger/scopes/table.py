@@ -1,12 +1,14 @@
 """Numbers of scopes: keys of 256 bits here, numbers of 32 in the core.
 
-A number is never used twice. The table is bounded: beyond its size, the scope that has gone unused
-for longest is dropped, and the core is told to purge what it has cached there. Scopes of open
-requests stay, and there are at most two for each. One thread at a time.
+A number is never used twice. The table is bounded: beyond its size, whoever has most unused scopes
+loses the one that has gone unused for longest, so that a tenant with many namespaces drives out its
+own; the core is told to purge what it has cached there. Scopes of open requests stay, and there are
+at most two for each. One thread at a time.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +22,10 @@ _log = structlog.get_logger(__name__)
 
 # Scopes that are known at once: a few hundred bytes each.
 ENTRIES_MAX = 100_000
+# Beyond that, this share of an owner's unused scopes goes at once, and no more than so many: who
+# has most is looked for among all owners.
+_DROPPED_SHARE = 16
+_DROPPED_MAX = 64
 # Numbers that there are on each side of SHARED_SCOPE.
 NUMBERS_MAX = SHARED_SCOPE - 1
 
@@ -51,7 +57,8 @@ class ScopeTable:
         self._by_key: dict[bytes, _Entry] = {}  # those that are not revoked
         self._by_number: dict[int, _Entry] = {}
         self._by_owner: dict[Owner, dict[int, None]] = {}  # those that are not revoked
-        self._idle: OrderedDict[int, None] = OrderedDict()  # unused for longest first
+        # Those that nobody uses, unused for longest first; of owners that have any.
+        self._idle: dict[Owner, OrderedDict[int, None]] = {}
         self._given = {False: 0, True: 0}  # numbers ever given, by whether they are shared
         self._is_used_up = False
 
@@ -61,7 +68,7 @@ class ScopeTable:
     @property
     def idle(self) -> int:
         """Scopes that no open request uses."""
-        return len(self._idle)
+        return sum(map(len, self._idle.values()))
 
     def hold(self, scope: Scope) -> int | None:
         """The scope's number, kept until `release`; None once all numbers have been used."""
@@ -70,7 +77,7 @@ class ScopeTable:
         if entry is None:
             return None
         entry.uses += 1
-        self._idle.pop(entry.number, None)
+        self._end_idle(entry)
         self._make_room()
         return entry.number
 
@@ -87,7 +94,7 @@ class ScopeTable:
             del self._by_number[number]
             self._purge([number])
             return
-        self._idle[number] = None
+        self._idle.setdefault(entry.owner, OrderedDict())[number] = None
         self._make_room()
 
     def revoke(self, owner: Owner) -> None:
@@ -96,13 +103,13 @@ class ScopeTable:
         What is cached there is purged now, and once more when the last open request has ended.
         """
         numbers = list(self._by_owner.pop(owner, ()))
+        self._idle.pop(owner, None)
         for number in numbers:
             entry = self._by_number[number]
             del self._by_key[entry.key]
             if entry.uses:
                 entry.is_revoked = True
             else:
-                del self._idle[number]
                 del self._by_number[number]
         if numbers:
             self._purge(numbers)
@@ -121,16 +128,29 @@ class ScopeTable:
         self._by_owner.setdefault(owner, {})[number] = None
         return entry
 
+    def _end_idle(self, entry: _Entry) -> None:
+        idle = self._idle.get(entry.owner)
+        if idle is not None and entry.number in idle:
+            del idle[entry.number]
+            if not idle:
+                del self._idle[entry.owner]
+
     def _make_room(self) -> None:
-        dropped = []
+        dropped: list[int] = []
         while len(self._by_number) > self._entries_max and self._idle:
-            number, _ = self._idle.popitem(last=False)
-            entry = self._by_number.pop(number)
-            del self._by_key[entry.key]
-            siblings = self._by_owner[entry.owner]
-            del siblings[number]
-            if not siblings:
-                del self._by_owner[entry.owner]
-            dropped.append(number)
+            idle = max(self._idle.values(), key=len)
+            share = min(_DROPPED_MAX, max(1, len(idle) // _DROPPED_SHARE))
+            dropped += itertools.islice(idle, share)
+            for number in dropped[-share:]:
+                self._drop(self._by_number[number])
         if dropped:
             self._purge(dropped)
+
+    def _drop(self, entry: _Entry) -> None:
+        self._end_idle(entry)
+        del self._by_number[entry.number]
+        del self._by_key[entry.key]
+        siblings = self._by_owner[entry.owner]
+        del siblings[entry.number]
+        if not siblings:
+            del self._by_owner[entry.owner]
