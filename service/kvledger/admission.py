@@ -29,6 +29,7 @@ from kvledger.errors import (
 from kvledger.limits import check_prompt_fits
 from kvledger.logit_changes import Constraint
 from kvledger.sampling import SamplingParameters
+from kvledger.scopes.claims import NO_CLAIM, ScopeClaim
 from kvledger.streams import Mailbox, MailboxLimits, Receipt, Streams, receipt_of_waiting
 from kvledger.tenants.quotas import Quotas
 from kvledger.tenants.shares import CoreShare, PoolShape
@@ -69,6 +70,7 @@ class Ticket:
     prompt_tokens: int
     usage: TenantUsage  # of its tenant
     constraint: Constraint | None = None
+    scopes: ScopeClaim = NO_CLAIM
 
     @property
     def sequences(self) -> range:
@@ -83,6 +85,7 @@ class _Entry:
     samples: int
     constraint: Constraint | None
     place: Place
+    scopes: ScopeClaim
 
 
 class _EngineFlow:
@@ -207,11 +210,13 @@ class Admission:
         stop_ids: frozenset[int] = frozenset(),
         samples: int = 1,
         prompt_logprobs: int | None = None,
+        scopes: ScopeClaim = NO_CLAIM,
     ) -> Ticket:
         """Submits a request to the engine, or lets it wait for others of its tenant to end.
 
         Raises InvalidRequest, TenantClosed, TenantLimitReached, QueueFull, QueuedTokensFull or
         ServerDraining. `max_tokens` None is the room there is.
+        `scopes` is held until the request has its receipt.
         """
         arrived_at = time.monotonic_ns()
         try:
@@ -225,7 +230,8 @@ class Admission:
         self._next_sequence += samples
         constraint = sampling.changes.constraint
         place = Place(usage, len(prompt))
-        entry = _Entry(secrets.token_hex(16), caller.name, samples, constraint, place)
+        prefix_scopes = scopes.hold()
+        entry = _Entry(secrets.token_hex(16), caller.name, samples, constraint, place, scopes)
         self._entries[sequence] = entry
         mailbox = self.streams.open(sequence, samples)
         job = Job(
@@ -240,9 +246,10 @@ class Admission:
             stop_ids=stop_ids,
             samples=samples,
             prompt_logprobs=prompt_logprobs,
+            scopes=prefix_scopes,
         )
         self._take_in(job, place, arrived_at)
-        return Ticket(entry.request_id, sequence, mailbox, len(prompt), usage, constraint)
+        return Ticket(entry.request_id, sequence, mailbox, len(prompt), usage, constraint, scopes)
 
     def _let_in(self, caller: Caller, tokens: int, now: int) -> TenantUsage:
         """The caller's tenant, if a prompt of so many tokens may enter."""
@@ -332,6 +339,7 @@ class Admission:
     def _on_end(self, sequence: int, receipt: Receipt | None) -> None:
         entry = self._entries.pop(sequence)
         place, usage = entry.place, entry.place.usage
+        entry.scopes.release()
         self._quotas.usage.move(place, None)
         usage.note_finish(time.monotonic())
         if self._metered:
@@ -364,6 +372,8 @@ def _log_end(entry: _Entry, receipt: Receipt | None) -> None:
         prompt_tokens=receipt.prompt_tokens,
         output_tokens=receipt.output_tokens,
         shared_tokens=receipt.shared_tokens,
+        reused_own_tokens=receipt.reused_own,
+        reused_shared_tokens=receipt.reused_shared,
         recomputed_tokens=receipt.recomputed_tokens,
         preemptions=receipt.preemptions,
         peak_blocks=receipt.peak_blocks,

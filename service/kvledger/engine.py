@@ -532,4 +532,5 @@ def _scope_flags(job: Job) -> int:
         | (_REUSES if reuses else 0)
         | (_HAS_SHARED if scopes.shared is not None else 0)
         | (_WRITES_SHARED if scopes.writes_shared else 0)
+        | (_STAYS if scopes.keeps else 0)
     )

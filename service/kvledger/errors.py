@@ -77,6 +77,19 @@ class ModelUnknown(Exception):
         super().__init__("model: not served here; ListModels names the one that is")
 
 
+class SharedScopeDenied(Exception):
+    """The request names a scope that its tenant does not share, or that there is not.
+
+    The two are not told apart: who is in which group is nobody else's business.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(
+            "cache.shared_scope: neither a public prefix nor a share group of this tenant; "
+            "leave it out, or ask the operator"
+        )
+
+
 class QueueFull(Exception):
     """As many requests wait as may; the caller can come back."""
 

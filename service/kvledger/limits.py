@@ -40,6 +40,7 @@ _SERVERS_OWN_NAMES = frozenset(
     | {"range", "dict", "namespace", "raise_exception", "strftime_now", "loop", "self", "caller"}
     | {"varargs", "kwargs", "lipsum", "cycler", "joiner"}
 )
+_SCOPES = frozenset(generation_pb2.CacheScope.values())
 # Violations that one refusal names; more would not fit into the metadata that carries it.
 _REPORTED_MAX = 16
 
@@ -83,6 +84,10 @@ _TABLE = (
     Limit("constraint.json_schema", 1, 128 * 1024, "bytes"),
     Limit("constraint.regex", 1, 8 * 1024, "bytes"),
     Limit("constraint.lark_grammar", 1, 64 * 1024, "bytes"),
+    Limit("cache.namespace", 1, 256, "bytes"),
+    Limit("cache.shared_scope", 1, 256, "bytes"),
+    Limit("cache.shared_messages", 1, 1024, "messages"),
+    Limit("cache.shared_tokens", 1, 256 * 1024, "tokens"),
     Limit("output.top_logprobs", 0, 20, "tokens"),
     Limit("output.prompt_logprobs", 0, 20, "tokens"),
     Limit("samples", 1, 16, "samples"),
@@ -138,6 +143,16 @@ def check_prompt_fits(tokens: int, tokens_max: int, context_tokens: int) -> None
         )
 
 
+def check_shared_fits(shared_tokens: int, tokens: int) -> None:
+    """Raises InvalidRequest if more tokens are to be shared than a prompt turned out to have."""
+    if shared_tokens > tokens:
+        raise InvalidRequest(
+            FieldViolation(
+                "cache.shared_tokens", f"{shared_tokens} tokens, and the prompt has {tokens}"
+            )
+        )
+
+
 def _raise_if_any(violations: Iterable[FieldViolation]) -> None:
     found = list(itertools.islice(violations, _REPORTED_MAX))
     if found:
@@ -163,6 +178,7 @@ def _generate_violations(
         )
     if request.HasField("constraint"):
         yield from _constraint_violations(request.constraint)
+    yield from _cache_violations(request)
     yield from _counted("priority", "priority", request.priority)
     if request.HasField("queue_timeout"):
         timeout = request.queue_timeout
@@ -354,6 +370,50 @@ def _output_violations(output: generation_pb2.OutputOptions) -> Iterator[FieldVi
         if output.final_only:
             # All of a long text's would be larger than any message.
             yield FieldViolation(field, "comes in messages of its own; output.final_only has none")
+
+
+def _cache_violations(request: generation_pb2.GenerateRequest) -> Iterator[FieldViolation]:
+    cache = request.cache
+    if cache.scope not in _SCOPES:
+        yield FieldViolation(
+            "cache.scope",
+            f"{cache.scope} is no scope; set CACHE_SCOPE_TENANT, CACHE_SCOPE_NAMESPACE or "
+            f"CACHE_SCOPE_NONE",
+        )
+    if cache.scope == generation_pb2.CACHE_SCOPE_NAMESPACE:
+        yield from _counted("cache.namespace", "cache.namespace", len(cache.namespace.encode()))
+    elif cache.namespace:
+        yield FieldViolation("cache.namespace", "is for CACHE_SCOPE_NAMESPACE alone")
+    if cache.shared_scope:
+        yield from _shared_scope_violations(request)
+        return
+    for name in ("shared_messages", "shared_tokens"):
+        if getattr(cache, name):
+            yield FieldViolation(
+                f"cache.{name}", "counts what lies in cache.shared_scope, which is not set"
+            )
+
+
+def _shared_scope_violations(request: generation_pb2.GenerateRequest) -> Iterator[FieldViolation]:
+    """Of a request that names a shared scope: exactly one count, of what there is."""
+    cache, kind = request.cache, request.WhichOneof("prompt")
+    size = len(cache.shared_scope.encode())
+    yield from _counted("cache.shared_scope", "cache.shared_scope", size)
+    if cache.scope == generation_pb2.CACHE_SCOPE_NONE:
+        yield FieldViolation("cache.shared_scope", "is reused, and CACHE_SCOPE_NONE reuses nothing")
+    if kind == "chat":
+        field, unit, most = "cache.shared_messages", "messages", len(request.chat.messages)
+        if cache.shared_tokens:
+            yield FieldViolation("cache.shared_tokens", f"is not for chat prompts; set {field}")
+    else:
+        field, unit, most = "cache.shared_tokens", "tokens", len(request.token_ids.ids)
+        if cache.shared_messages:
+            yield FieldViolation("cache.shared_messages", f"is for chat prompts; set {field}")
+    count = cache.shared_messages if kind == "chat" else cache.shared_tokens
+    found = list(_counted(field, field, count))
+    if not found and kind in ("chat", "token_ids") and count > most:
+        found.append(FieldViolation(field, f"{count} {unit}, and the prompt has {most}"))
+    yield from found
 
 
 def _constraint_violations(constraint: generation_pb2.Constraint) -> Iterator[FieldViolation]:

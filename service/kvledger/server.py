@@ -30,6 +30,9 @@ from kvledger.rpc.models import ModelServicer
 from kvledger.rpc.prompts import PromptEncoder
 from kvledger.rpc.services import generation_service, model_service
 from kvledger.sampling import Sampler
+from kvledger.scopes.claims import Scopes
+from kvledger.scopes.keys import KvIdentity
+from kvledger.scopes.public_prefixes import load_public_prefixes
 from kvledger.served_model import ServedModel
 from kvledger.settings import Settings
 from kvledger.streams import MailboxLimits
@@ -72,13 +75,19 @@ class Server:
         )
         self._prompts = PromptEncoder(model.tokenizer, settings.max_queued)
         self._constraints = ConstraintCompiler(model.tokenizer)
+        self._scopes = _scopes_of(settings, model)
         self._watch_metrics()
         self._front = Front(
             settings,
             [
                 generation_service(
                     GenerationServicer(
-                        model, self._engine, self._admission, self._prompts, self._constraints
+                        model,
+                        self._engine,
+                        self._admission,
+                        self._prompts,
+                        self._constraints,
+                        self._scopes,
                     )
                 ),
                 model_service(ModelServicer(model, self._prompts)),
@@ -259,3 +268,11 @@ class Server:
         self._admission.end_all()
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._admission.streams.wait_until_empty(), _LAST_WORDS)
+
+
+def _scopes_of(settings: Settings, model: ServedModel) -> Scopes:
+    """Raises SettingRefused if a public prefix cannot be used."""
+    kv = KvIdentity(model=model.fingerprint, config=repr(model.config), kv_format=model.kv_format)
+    public = load_public_prefixes(settings.public_files(), model.tokenizer, model.tokens_max)
+    # The scheduler does not ask the prefix index yet, so there is nothing to purge.
+    return Scopes(kv, lambda numbers: None, public, reuses=settings.reuses_prefixes)

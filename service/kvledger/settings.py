@@ -28,6 +28,7 @@ from kvledger.certificates import CertificateFiles
 from kvledger.errors import SettingRefused
 from kvledger.log import LogFormat, LogLevel
 from kvledger.models.config import WeightsMode
+from kvledger.scopes.prefix_files import PrefixFile, prefix_files
 
 _ENVIRONMENT = "KVLEDGER_"
 # Variables with the prefix that are no settings: what the build and the tests read.
@@ -111,6 +112,17 @@ class Settings(BaseSettings):
         le=1 << 16,
         description="most sequences running at once; default: 64, or the token budget if less",
     )
+    prefix_reuse: Literal["on", "off"] = Field(
+        "on", description="whether prompts may begin with cached blocks of earlier ones"
+    )
+    public_prefix: list[str] = Field(
+        [],
+        description="NAME=FILE, for each public prefix: a text that every tenant's prompts may "
+        "begin with and share, computed at the start",
+    )
+    public_system: list[str] = Field(
+        [], description="the same, where the file is the system message of chats"
+    )
     tpot_target: float | None = Field(
         None,
         gt=0.0,
@@ -192,6 +204,12 @@ class Settings(BaseSettings):
             raise PydanticCustomError("no_flag", "it is no flag that is on or off")
         return value
 
+    @field_validator("public_prefix", "public_system", mode="before")
+    @classmethod
+    def _several_in_a_variable(cls, value: Any) -> Any:
+        """The environment has one text for all of them."""
+        return value.split(",") if isinstance(value, str) else value
+
     @classmethod
     def settings_customise_sources(
         cls,
@@ -225,6 +243,15 @@ class Settings(BaseSettings):
                 "callers have no identity yet, so only --dev starts: it serves every caller as "
                 "one tenant; use it where nobody else can connect"
             )
+
+    @property
+    def reuses_prefixes(self) -> bool:
+        """Whether prompts may begin with cached blocks."""
+        return self.prefix_reuse == "on"
+
+    def public_files(self) -> list[PrefixFile]:
+        """The files of public prefixes, not read yet. Raises SettingRefused."""
+        return prefix_files(self.public_prefix, self.public_system)
 
     @property
     def reflects(self) -> bool:
@@ -398,6 +425,7 @@ def _check(settings: Settings) -> None:
             f"{settings.sequences_max}: every running sequence decodes a token a step; "
             f"raise the one or lower the other"
         )
+    settings.public_files()
     _check_addresses(settings)
     _check_tls(settings)
 

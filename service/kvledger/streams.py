@@ -40,6 +40,18 @@ class Receipt:
     reserved_nanos: int
     paused: int = 0
     shared_tokens: int = 0
+    # Tokens that cached blocks held: of the request's own scope, and of what it shares.
+    reused_own: int = 0
+    reused_shared: int = 0
+    # Block-time of the shared scope's blocks, at full weight.
+    scope_seconds: int = 0
+    scope_nanos: int = 0
+
+    @property
+    def cached_prompt_tokens(self) -> int:
+        """Tokens of the prompt that cached blocks held; no more than it has, though a preempted
+        request finds them again."""
+        return min(self.prompt_tokens, self.reused_own + self.reused_shared)
 
 
 @dataclass(slots=True)

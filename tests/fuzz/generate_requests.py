@@ -41,7 +41,10 @@ from kvledger.v1 import generation_pb2 as pb
 
 VOCABULARY = TinyShape().vocabulary
 # What a caller may hear; INTERNAL and UNKNOWN would be our mistakes.
-DOCUMENTED = {"OK", "INVALID_ARGUMENT", "NOT_FOUND", "RESOURCE_EXHAUSTED", "CANCELLED"}
+DOCUMENTED = {
+    *("OK", "INVALID_ARGUMENT", "NOT_FOUND", "PERMISSION_DENIED", "RESOURCE_EXHAUSTED"),
+    "CANCELLED",
+}
 # Addresses of memory, paths, and names of Python's own say something about the server's inside.
 _INSIDE = re.compile(r"0x[0-9a-f]{6,}|/[a-z]+/[\w.]+/|\.py\b|Traceback|object at|Error\b")
 _CANARY = "canary4711"

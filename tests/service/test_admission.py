@@ -14,6 +14,10 @@ from kvledger.admission import DEV_CALLER, Admission, Caller, Ticket
 from kvledger.engine import EndReason, Job
 from kvledger.errors import InvalidRequest, QueueFull, ServerDraining
 from kvledger.sampling import SamplingParameters
+from kvledger.scopes import PrefixScopes
+from kvledger.scopes.claims import ScopeClaim
+from kvledger.scopes.keys import KvIdentity, Scope, ScopeKeys
+from kvledger.scopes.table import ScopeTable
 from kvledger.streams import MailboxLimits
 
 CONTEXT = 100
@@ -359,3 +363,35 @@ def test_a_server_without_its_engine_ends_every_request_once(
     assert not door.open_requests
     told = {call.kwargs["request_id"] for call in logger.calls}
     assert told == {ticket.request_id for ticket in tickets}
+
+
+def test_scopes_are_held_from_the_door_to_the_receipt(door: Admission, engine: FakeEngine) -> None:
+    """A scope would be purged while its request runs, or be kept when nobody needs it."""
+    table = ScopeTable(ScopeKeys(KvIdentity("m", "c", "bf16")), lambda numbers: None)
+
+    def enter_scope(tokens: int = 10) -> Ticket:
+        return door.enter(
+            caller=DEV_CALLER,
+            prompt=np.arange(tokens, dtype=np.int32),
+            max_tokens=5,
+            sampling=SamplingParameters(),
+            priority=0,
+            ignore_eos=False,
+            scopes=ScopeClaim(table, Scope.of_namespace("a", 1, str(len(table)))),
+        )
+
+    with pytest.raises(InvalidRequest):
+        enter_scope(CONTEXT)
+    assert len(table) == 0
+    done, refused = enter_scope(), enter_scope()
+    with pytest.raises(QueueFull):
+        enter_scope()
+    assert [job.scopes for job in engine.jobs] == [PrefixScopes(own=1), PrefixScopes(own=2)]
+    assert (len(table), table.idle) == (2, 0)
+    finish(door, done)
+    assert table.idle == 1
+    door.streams.deliver(outcome(refusals=[refused.sequence]))
+    assert table.idle == 2
+    enter_scope()
+    door.streams.fail_all()
+    assert table.idle == len(table) == 3

@@ -31,6 +31,7 @@ from kvledger.errors import (
     RequestFailed,
     ServerDraining,
     SettingRefused,
+    SharedScopeDenied,
     TenantClosed,
     TenantLimitReached,
 )
@@ -67,6 +68,11 @@ EXAMPLES: dict[type, tuple[Exception, grpc.StatusCode, str]] = {
         "CONSTRAINTS_FULL",
     ),
     ModelUnknown: (ModelUnknown(), grpc.StatusCode.NOT_FOUND, "MODEL_UNKNOWN"),
+    SharedScopeDenied: (
+        SharedScopeDenied(),
+        grpc.StatusCode.PERMISSION_DENIED,
+        "SHARED_SCOPE_DENIED",
+    ),
     QueueFull: (QueueFull(256, 1.5), grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL"),
     QueuedTokensFull: (
         QueuedTokensFull(4096, 1.5),

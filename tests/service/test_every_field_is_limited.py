@@ -21,6 +21,7 @@ _ELSEWHERE = {
     "stop.token_ids": "each below the vocabulary, besides their count",
     "sampling.logit_bias.token_id": "below the vocabulary",
     "chat.messages.role": "one of four",
+    "cache.scope": "one of four",
     "sampling.seed": "any number is a seed",
     "queue_timeout.seconds": "queue_timeout",
     "queue_timeout.nanos": "queue_timeout",

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from cache_requests import CACHE_ROWS
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -102,6 +103,7 @@ def waiting(seconds: float) -> generation_pb2.GenerateRequest:
 # By row of the table: a request with that value, the path that is named if it is refused, and the
 # first refused value below and above, None where there is none to send.
 ROWS: dict[str, tuple[Callable[[Any], Any], str, float | None, float | None]] = {
+    **CACHE_ROWS,
     "model": (lambda n: generate(model="m" * n), "model", None, 257),
     "text": (lambda n: generate(text="t" * n), "text", 0, MIB + 1),
     "token_ids.ids": (ids, "token_ids.ids", 0, 256 * 1024 + 1),

@@ -24,6 +24,8 @@ def run(arguments: Sequence[str]) -> int:
         # Told at once, not after a model has been loaded.
         settings.certificates()
         settings.operators_certificates()
+        for file in settings.public_files():
+            file.text()
         for option, address in settings.addresses.items():
             if (reason := why_not_free(address)) is not None:
                 raise SettingRefused(f"{option} {address}: {reason}; choose another address")

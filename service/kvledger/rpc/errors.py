@@ -30,6 +30,7 @@ from kvledger.errors import (
     ReaderStalled,
     RequestFailed,
     ServerDraining,
+    SharedScopeDenied,
     TenantClosed,
     TenantLimitReached,
 )
@@ -86,6 +87,7 @@ _TABLE: dict[type, _Row] = {
         grpc.StatusCode.INVALID_ARGUMENT, "CONSTRAINT_TOO_COSTLY", _field_violations
     ),
     ModelUnknown: _Row(grpc.StatusCode.NOT_FOUND, "MODEL_UNKNOWN"),
+    SharedScopeDenied: _Row(grpc.StatusCode.PERMISSION_DENIED, "SHARED_SCOPE_DENIED"),
     QueueFull: _Row(
         grpc.StatusCode.RESOURCE_EXHAUSTED,
         "QUEUE_FULL",

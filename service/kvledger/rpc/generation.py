@@ -28,6 +28,7 @@ from kvledger.rpc.errors import Metadata, abort
 from kvledger.rpc.prompts import PromptEncoder
 from kvledger.rpc.samples import PlainDeltas, SampleStream
 from kvledger.rpc.translation import (
+    cache_wish,
     constraint_source,
     duration,
     ignores_end_of_text,
@@ -35,8 +36,10 @@ from kvledger.rpc.translation import (
     receipt_message,
     sampling_parameters,
 )
+from kvledger.scopes.claims import Scopes
 from kvledger.served_model import ServedModel
 from kvledger.streams import Mail, News, Receipt
+from kvledger.tenants.tenant import Tenant
 from kvledger.tokenizer import OutputText
 from kvledger.v1 import generation_pb2, generation_pb2_grpc
 
@@ -44,6 +47,9 @@ from kvledger.v1 import generation_pb2, generation_pb2_grpc
 RECEIPT_METADATA = "kvledger-receipt-bin"
 # Longest wait for the receipt of a request that failed, in seconds.
 _RECEIPT_SECONDS = 1.0
+
+# The one tenant of a server started with --dev.
+_DEV_TENANT = Tenant(DEV_CALLER.name, DEV_CALLER.tenant)
 
 _Result = TypeVar("_Result")
 
@@ -77,12 +83,14 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         admission: Admission,
         prompts: PromptEncoder,
         constraints: ConstraintCompiler,
+        scopes: Scopes,
     ) -> None:
         self._model = model
         self._engine = engine
         self._admission = admission
         self._prompts = prompts
         self._constraints = constraints
+        self._scopes = scopes
         self._plain_deltas = PlainDeltas(model.tokenizer)
 
     async def Generate(  # noqa: N802  # the contract's name
@@ -100,7 +108,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 raise ModelUnknown
             tokenizer = self._model.tokenizer
             stop_ids = frozenset(request.stop.token_ids)
-            prompt = await self._prompts.encode(request, DEV_CALLER.tenant)
+            prompt, shared_tokens = await self._prompts.encode_shared(request, DEV_CALLER.tenant)
             constraint = await self._constraint(request, context)
             samples = [
                 SampleStream(
@@ -126,6 +134,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 stop_ids=stop_ids,
                 samples=len(samples),
                 prompt_logprobs=_prompt_logprobs(request),
+                scopes=self._scopes.claim(
+                    _DEV_TENANT, cache_wish(request.cache, shared_tokens), prompt
+                ),
             )
             # While tokens are made for it, its mailbox says how long it may leave them.
             call.at_work = lambda: not ticket.mailbox.is_over
@@ -340,6 +351,7 @@ class _Stream:
                 samples=map(SampleStream.message, self._samples, reasons),
                 usage=generation_pb2.Usage(
                     prompt_tokens=self._ticket.prompt_tokens,
+                    cached_prompt_tokens=self._receipt.cached_prompt_tokens,
                     completion_tokens=sum(sample.token_count for sample in self._samples),
                 ),
                 receipt=self._receipt_message(),
@@ -358,4 +370,5 @@ class _Stream:
             self._ticket.request_id,
             self._model.kv_format,
             self._model.layout.block_bytes,
+            self._ticket.scopes.shares_public,
         )

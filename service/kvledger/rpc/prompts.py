@@ -6,16 +6,18 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from kvledger.errors import QueueFull
+from kvledger.errors import FieldViolation, InvalidRequest, QueueFull
+from kvledger.limits import check_shared_fits
 from kvledger.rpc.conversations import conversation_of
+from kvledger.scopes.public_prefixes import common_tokens
 from kvledger.tenants.fair_queue import has_room
 from kvledger.tenants.turns import Turns
-from kvledger.tokenizer import Tokenizer
+from kvledger.tokenizer import Conversation, Tokenizer
 from kvledger.v1 import generation_pb2, models_pb2
 
 # Prompts shorter than this, in characters, are encoded faster than a thread could be asked to.
@@ -25,6 +27,15 @@ _RETRY_SECONDS = 1.0
 
 
 _Prompt = TypeVar("_Prompt")
+_Result = TypeVar("_Result")
+
+
+class SharedPrompt(NamedTuple):
+    """A prompt, and how much of it lies in the shared scope that its request names."""
+
+    tokens: npt.NDArray[np.int32]
+    # Of the first tokens; 0 where it names none.
+    shared_tokens: int
 
 
 class PromptEncoder:
@@ -61,15 +72,51 @@ class PromptEncoder:
             return await self._elsewhere(tenant, self._tokenizer.encode_text, request.text)
         return await self._elsewhere(tenant, self._encode_chat, request.chat)
 
+    async def encode_shared(
+        self, request: generation_pb2.GenerateRequest, tenant: int = 0
+    ) -> SharedPrompt:
+        """The same, with the border of what the request shares, in tokens.
+
+        Where it counts messages, the border is where those end: no token before it depends on what
+        follows them.
+        """
+        if request.cache.shared_messages:
+            return await self._elsewhere(tenant, self._encode_shared_chat, request)
+        tokens, shared = await self.encode(request, tenant), request.cache.shared_tokens
+        check_shared_fits(shared, len(tokens))
+        return SharedPrompt(tokens, shared)
+
     def _encode_chat(self, chat: generation_pb2.ChatPrompt) -> npt.NDArray[np.int32]:
-        conversation = conversation_of(chat)
+        return self._encode_conversation(conversation_of(chat))
+
+    def _encode_conversation(self, conversation: Conversation) -> npt.NDArray[np.int32]:
         return self._tokenizer.encode_chat(
             conversation.messages, conversation.tools, conversation.arguments
         )
 
+    def _encode_shared_chat(self, request: generation_pb2.GenerateRequest) -> SharedPrompt:
+        conversation, count = conversation_of(request.chat), request.cache.shared_messages
+        tokens = self._encode_conversation(conversation)
+        try:
+            shared = self._tokenizer.encode_chat(
+                conversation.messages[:count],
+                conversation.tools,
+                conversation.arguments,
+                invites=False,
+            )
+        except InvalidRequest:
+            reason = (
+                f"the model's chat template cannot write the first {count} messages without those "
+                f"that follow; count others, or leave cache.shared_scope out"
+            )
+            raise InvalidRequest(FieldViolation("cache.shared_messages", reason)) from None
+        # Where the two differ, what follows has begun to tell: by another token, or by letters
+        # that became one token with those before them.
+        return SharedPrompt(tokens, common_tokens(tokens, shared))
+
     async def _elsewhere(
-        self, tenant: int, work: Callable[[_Prompt], npt.NDArray[np.int32]], prompt: _Prompt
-    ) -> npt.NDArray[np.int32]:
+        self, tenant: int, work: Callable[[_Prompt], _Result], prompt: _Prompt
+    ) -> _Result:
         own = self._own[tenant]  # a Counter adds no key for being asked
         tenants = len(self._own) + (own == 0)
         if not has_room(self._waiting, own, self._waiting_max, tenants):

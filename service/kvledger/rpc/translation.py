@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Collection
+from typing import Literal
 
 from google.protobuf import duration_pb2
 
@@ -13,6 +14,7 @@ from kvledger.logit_changes import ChangeOptions, Constraint
 from kvledger.logprobs import PromptLogprobs, TokenLogprobs
 from kvledger.rpc.answers import chat_support
 from kvledger.sampling import SamplingParameters
+from kvledger.scopes.claims import CacheWish
 from kvledger.served_model import ServedModel
 from kvledger.streams import Receipt
 from kvledger.v1 import generation_pb2, models_pb2
@@ -81,6 +83,25 @@ def ignores_end_of_text(request: generation_pb2.GenerateRequest) -> bool:
     return request.stop.ignore_eos and not request.HasField("constraint")
 
 
+_SCOPES: dict[int, Literal["tenant", "namespace", "none"]] = {
+    generation_pb2.CACHE_SCOPE_UNSPECIFIED: "tenant",
+    generation_pb2.CACHE_SCOPE_TENANT: "tenant",
+    generation_pb2.CACHE_SCOPE_NAMESPACE: "namespace",
+    generation_pb2.CACHE_SCOPE_NONE: "none",
+}
+
+
+def cache_wish(cache: generation_pb2.CacheOptions, shared_tokens: int) -> CacheWish:
+    """Validated CacheOptions; `shared_tokens` of the prompt lie in what they share."""
+    return CacheWish(
+        scope=_SCOPES[cache.scope],
+        namespace=cache.namespace,
+        shared_scope=cache.shared_scope,
+        shared_tokens=shared_tokens,
+        count_field="cache.shared_messages" if cache.shared_messages else "cache.shared_tokens",
+    )
+
+
 def logprobs_message(logprobs: TokenLogprobs) -> generation_pb2.TokenLogprobs:
     """A token's log-probabilities as the contract says them."""
     return generation_pb2.TokenLogprobs(
@@ -114,9 +135,9 @@ def duration(nanoseconds: int) -> duration_pb2.Duration:
 
 
 def receipt_message(
-    receipt: Receipt, request_id: str, kv_format: str, block_bytes: int
+    receipt: Receipt, request_id: str, kv_format: str, block_bytes: int, shares_public: bool = False
 ) -> generation_pb2.Receipt:
-    """A receipt as the contract says it."""
+    """A receipt as the contract says it; `shares_public`: not a group's, if anything is shared."""
     return generation_pb2.Receipt(
         request_id=request_id,
         peak_blocks=receipt.peak_blocks,
@@ -127,6 +148,12 @@ def receipt_message(
         computed_tokens=receipt.computed_tokens,
         recomputed_tokens=receipt.recomputed_tokens,
         shared_tokens=receipt.shared_tokens,
+        reused_own_tokens=receipt.reused_own,
+        reused_group_tokens=0 if shares_public else receipt.reused_shared,
+        reused_public_tokens=receipt.reused_shared if shares_public else 0,
+        shared_scope=generation_pb2.BlockTime(
+            seconds=receipt.scope_seconds, nanos=receipt.scope_nanos
+        ),
         preemptions=receipt.preemptions,
         queue_time=duration(receipt.queued),
         prefill_time=duration(receipt.prefill),

@@ -114,7 +114,6 @@ class ChatTemplate:
         self._environment = CountedEnvironment(clock)
         self._template = _compiled(self._environment, source)
         self._variables: dict[str, Any] = {
-            "add_generation_prompt": True,
             "tools": None,
             "documents": None,
             "eos_token": eos_token,
@@ -143,6 +142,8 @@ class ChatTemplate:
         messages: Sequence[ChatMessage],
         tools: Sequence[Tool] = (),
         arguments: Mapping[str, JsonValue] | None = None,
+        *,
+        invites: bool = True,
     ) -> list[RenderedPart]:
         """The conversation, with an invitation for the model to answer at its end.
 
@@ -151,7 +152,8 @@ class ChatTemplate:
         two texts, and in JSON. The text is what the template makes of the texts as they are, with
         two exceptions: it does not find a control token that is written in one, and where a
         character that could begin one in a text would make it write more or fewer control tokens,
-        it does not see that either.
+        it does not see that either. Unless it `invites`, there is no invitation at the end, but
+        for templates that always write one.
 
         Raises InvalidRequest if the template refuses the messages, fails on them, cannot write
         tools or calls that are there, makes a control token of a name or an id, or passes the
@@ -164,7 +166,7 @@ class ChatTemplate:
         sentinel = tokens.sentinel_for(texts)
 
         def rendered(prose: _Change, word: _Change = _same) -> str:
-            return self._rendered(conversation, ClientText(prose, word), sentinel)
+            return self._rendered(conversation, ClientText(prose, word), sentinel, invites)
 
         def guard(text: str) -> str:
             return tokens.guarded(text, sentinel)
@@ -206,11 +208,16 @@ class ChatTemplate:
                 )
 
     def _rendered(
-        self, conversation: Conversation, text: ClientText, sentinel: str | None = None
+        self,
+        conversation: Conversation,
+        text: ClientText,
+        sentinel: str | None = None,
+        invites: bool = True,
     ) -> str:
         meter = WorkMeter(_limits_for(conversation))
         variables = {
             **self._variables,
+            "add_generation_prompt": invites,
             **conversation.variables(text, calls_as_text=self._calls_as_text),
             METER_VARIABLE: meter,
             SENTINEL_VARIABLE: sentinel,

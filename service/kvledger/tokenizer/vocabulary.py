@@ -351,10 +351,13 @@ class Tokenizer:
         messages: Sequence[ChatMessage],
         tools: Sequence[Tool] = (),
         arguments: Mapping[str, JsonValue] | None = None,
+        *,
+        invites: bool = True,
     ) -> TokenIds:
         """Ids of a conversation, shape [tokens], up to where the model is to answer.
 
-        `arguments` are variables of the template. Raises InvalidRequest if the model has no chat
+        `arguments` are variables of the template. Unless it `invites`, it ends with the last
+        message: nobody is asked to answer. Raises InvalidRequest if the model has no chat
         template, or the template refuses the messages or cannot write what they hold.
         """
         if self._template is None:
@@ -367,6 +370,7 @@ class Tokenizer:
             [replace(message, content=_encodable(message.content)) for message in messages],
             tools,
             arguments,
+            invites=invites,
         )
         texts = iter(self._encode_parts(parts))
         ids: list[int] = []

@@ -22,6 +22,8 @@ class PrefixScopes:
     shared_tokens: int = 0
     # Whether what is computed of the shared part is kept there, or only looked up.
     writes_shared: bool = False
+    # Whether the blocks of its prompt stay pinned when it has ended, until the scope is purged.
+    keeps: bool = False
 
 
 # A request that reuses nothing and leaves nothing.
