@@ -21,6 +21,8 @@ from kvledger.limits import check_prompt_fits
 from kvledger.logit_changes import Constraint
 from kvledger.sampling import SamplingParameters
 from kvledger.streams import Mailbox, MailboxLimits, Receipt, Streams
+from kvledger.tenants.registry import DEV_TENANT
+from kvledger.tenants.tenant import Tenant
 
 _log = structlog.get_logger(__name__)
 
@@ -31,14 +33,23 @@ _RETRY_MOST = 30.0
 
 @dataclass(frozen=True)
 class Caller:
-    """Who asks: a tenant, by the number that the core books under and by name."""
+    """Who asks: a tenant, with its limits."""
 
-    tenant: int
-    name: str
+    account: Tenant
+
+    @property
+    def tenant(self) -> int:
+        """The number that the core books under."""
+        return self.account.number
+
+    @property
+    def name(self) -> str:
+        """The tenant's name."""
+        return self.account.name
 
 
 # The one tenant of a server started with --dev.
-DEV_CALLER = Caller(tenant=0, name="dev")
+DEV_CALLER = Caller(DEV_TENANT)
 
 
 @dataclass(frozen=True)

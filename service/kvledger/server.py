@@ -70,6 +70,7 @@ class Server:
         self._constraints = ConstraintCompiler(model.tokenizer)
         self._metrics = Metrics()
         self._watch_metrics()
+        self.registry = settings.registry(self._metrics.tenants_kept)
         self._front = Front(
             settings,
             [
@@ -81,6 +82,7 @@ class Server:
                 model_service(ModelServicer(model, self._prompts)),
             ],
             self._metrics,
+            self.registry,
             keepalive,
         )
         self._metrics_listener: MetricsListener | None = None
@@ -133,6 +135,7 @@ class Server:
         watches = (
             asyncio.create_task(self._watch_heartbeat()),
             asyncio.create_task(self._watch_front()),
+            asyncio.create_task(self.registry.watch()),
         )
         _log.info(
             "serving",
@@ -142,6 +145,7 @@ class Server:
             operators=self.operators_address,
             metrics=self.metrics_address,
             model=self._model.id,
+            tenants=len(self.registry.tenants()),
         )
         if self._settings.dev:
             _log.warning("dev_mode", meaning="callers without identity are served as one tenant")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import os
 import sys
 import unicodedata
 from collections.abc import Callable, Iterator
@@ -16,6 +17,12 @@ from kvledger.errors import SettingRefused
 from kvledger.v1 import generation_pb2, generation_pb2_grpc
 
 DEFAULT_SERVER = "127.0.0.1:50051"
+
+# A token in an argument could be read by everybody on the machine.
+TOKEN_VARIABLE = "KVLEDGER_TOKEN"  # noqa: S105  # a name
+_TOKEN_CHARACTERS_MAX = 8192
+# Where a token may go without TLS: to this machine.
+_HERE = ("localhost", "127.", "[::1]", "::1")
 
 # Metadata of every refusal that a server of ours sends.
 _DETAILS = "grpc-status-details-bin"
@@ -47,6 +54,12 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of every command that generates."""
     add_server_arguments(parser)
+    parser.add_argument(
+        "--token-file",
+        type=Path,
+        metavar="FILE",
+        help=f"file with the token that says who you are; default: ${TOKEN_VARIABLE}",
+    )
     parser.add_argument("--max-tokens", type=_whole(32), help="most tokens to generate")
     parser.add_argument("--temperature", type=float, help="0 is greedy, the default")
     parser.add_argument("--top-p", type=float, help="nucleus mass in (0, 1]")
@@ -85,9 +98,36 @@ def stream(
     options: argparse.Namespace, request: generation_pb2.GenerateRequest
 ) -> Iterator[generation_pb2.GenerateResponse]:
     """The responses of one Generate call; raises grpc.RpcError, or SettingRefused."""
+    shown = identity(options)
     with channel(options) as connection:
         stub = generation_pb2_grpc.GenerationServiceStub(connection)  # type: ignore[no-untyped-call]
-        yield from stub.Generate(request)
+        yield from stub.Generate(request, metadata=shown)
+
+
+def identity(options: argparse.Namespace) -> tuple[tuple[str, str], ...]:
+    """The metadata that says who calls; empty without a token. Raises SettingRefused."""
+    if options.token_file is not None:
+        source = f"--token-file {options.token_file}"
+        try:
+            with options.token_file.open("rb") as file:
+                text = file.read(_TOKEN_CHARACTERS_MAX + 3).decode("ascii", "replace")
+        except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
+            reason = getattr(error, "strerror", None) or "cannot be read"
+            raise SettingRefused(f"{source}: {reason}") from None
+    elif (text := os.environ.get(TOKEN_VARIABLE, "")) != "":
+        source = f"${TOKEN_VARIABLE}"
+    else:
+        return ()
+    token = text.strip()
+    if not 1 <= len(token) <= _TOKEN_CHARACTERS_MAX or any(not "!" <= c <= "~" for c in token):
+        raise SettingRefused(f"{source}: it is not a token: one line of printable characters")
+    here = socket_path(options.server) is not None or options.server.startswith(_HERE)
+    if options.tls_ca is None and not here:
+        raise SettingRefused(
+            f"{source}: without --tls-ca a token goes to this machine only, because others on the "
+            f"line could read it"
+        )
+    return (("authorization", f"Bearer {token}"),)
 
 
 def channel(options: argparse.Namespace) -> grpc.Channel:

@@ -9,10 +9,11 @@ from typing import Any, TypeAlias, TypeVar
 
 import grpc
 
-from kvledger.admission import DEV_CALLER, Admission, Ticket
+from kvledger.admission import Admission, Caller, Ticket
 from kvledger.constraints.compiler import ConstraintCompiler
 from kvledger.engine import EndReason, Engine
 from kvledger.errors import (
+    CredentialRevoked,
     ModelUnknown,
     QueueTimeout,
     ReaderStalled,
@@ -117,7 +118,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 for index in range(request.samples if request.HasField("samples") else 1)
             ]
             ticket = self._admission.enter(
-                caller=DEV_CALLER,
+                caller=Caller(call.tenant),
                 prompt=prompt,
                 max_tokens=request.stop.max_tokens if request.stop.HasField("max_tokens") else None,
                 sampling=sampling_parameters(request, tokenizer.eos_ids, constraint),
@@ -145,11 +146,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         except grpc.aio.AbortError:
             raise
         except asyncio.CancelledError:
-            if _is_cancelled_by_caller() or call.writing_since is not None:
+            if not call.revoked and (_is_cancelled_by_caller() or call.writing_since is not None):
                 raise
             # Something that the handler waited for was cancelled; gRPC would send no status at all.
             trailer = await stream.settle() if stream is not None else ()
-            await abort(context, ServerDraining(), trailer)
+            await abort(context, CredentialRevoked() if call.revoked else ServerDraining(), trailer)
         except Exception as error:
             if call.writing_since is not None:
                 raise  # the write failed: gRPC has ended the call, or will
@@ -167,7 +168,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         # Connections of one machine are one client.
         client = context.peer().rpartition(":")[0]
         source = constraint_source(request.constraint)
-        return await self._constraints.compile(source, DEV_CALLER.tenant, client)
+        return await self._constraints.compile(source, this_call().tenant.number, client)
 
 
 def _prompt_logprobs(request: generation_pb2.GenerateRequest) -> int | None:
