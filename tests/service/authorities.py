@@ -65,10 +65,12 @@ def root(name: str) -> bytes:
     return authority(name).cert_pem.bytes()
 
 
-def credentials(trusts: str, shows: str | None = None) -> grpc.ChannelCredentials:
+def credentials(
+    trusts: str, shows: str | None = None, *, names: tuple[str, ...] = ("client",), cn: str = ""
+) -> grpc.ChannelCredentials:
     """A client that trusts one authority, and shows a certificate signed by another or none."""
     if shows is None:
         return grpc.ssl_channel_credentials(root(trusts))
-    leaf = authority(shows).issue_cert("client")
+    leaf = authority(shows).issue_cert(*names, common_name=cn or None)
     chain = b"".join(blob.bytes() for blob in leaf.cert_chain_pems)
     return grpc.ssl_channel_credentials(root(trusts), leaf.private_key_pem.bytes(), chain)
