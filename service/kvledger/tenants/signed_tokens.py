@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 
 from kvledger.errors import SettingRefused
 from kvledger.models.json_file import parse_object
-from kvledger.tenants.tenants_file import TenantsRefused, read_owners, sentence
+from kvledger.tenants.tenants_file import TenantsRefused, Version, read_owners, sentence
 from kvledger.tenants.tokens import digest
 
 _Algorithm = Literal[
@@ -48,7 +48,7 @@ class _KeyRow(_Strict):
 
 
 class _IssuerFile(_Strict):
-    version: Literal[1]
+    version: Version
     issuer: _Text
     audience: _Text
     # The claim that holds the tenant's name.

@@ -41,6 +41,8 @@ RESERVED_NAME = "dev"
 _SECONDS_MAX = 1 << 40
 _COUNT_MAX = (1 << 31) - 1
 
+# Not Literal[1], which true would be as well.
+Version = Annotated[int, Field(ge=1, le=1)]
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}\z")]
 _Certificate = Annotated[str, StringConstraints(pattern=r"^(dns|uri|cn):[ -~]{1,512}\z")]
 _Role = Literal["client", "viewer", "operator"]
@@ -109,7 +111,7 @@ _Names = Annotated[tuple[Name, ...], Field(max_length=TENANTS_MAX, strict=False)
 class TenantsFile(_Strict):
     """All of it, checked."""
 
-    version: Literal[1]
+    version: Version
     tenants: Annotated[dict[Name, TenantRow], Field(max_length=TENANTS_MAX)] = {}
     groups: Annotated[dict[Name, _Names], Field(max_length=GROUPS_MAX)] = {}
     # Names of tenants that speak for others, and for whom.
@@ -233,7 +235,8 @@ def read_owners(path: Path, forbidden: int, mend: str) -> bytes:
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
         reason = getattr(error, "strerror", None) or "cannot be opened"
         raise TenantsRefused("unreadable", f"{path}: {reason}") from None
-    with os.fdopen(descriptor, "rb") as file:
+    with contextlib.ExitStack() as closing:
+        closing.callback(os.close, descriptor)
         # Of what is open, not of the name: it may have been replaced meanwhile.
         mode = os.fstat(descriptor).st_mode
         if not stat.S_ISREG(mode):
@@ -244,7 +247,8 @@ def read_owners(path: Path, forbidden: int, mend: str) -> bytes:
                 f"{path}: its mode {stat.S_IMODE(mode):04o} lets others at it; {mend} {path}",
             )
         try:
-            data = file.read(FILE_BYTES_MAX + 1)
+            with os.fdopen(descriptor, "rb", closefd=False) as file:
+                data = file.read(FILE_BYTES_MAX + 1)
         except OSError as error:
             raise TenantsRefused("unreadable", f"{path}: {error.strerror}") from None
     if len(data) > FILE_BYTES_MAX:
