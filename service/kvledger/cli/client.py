@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
+import ipaddress
 import os
 import sys
 import unicodedata
@@ -21,8 +23,6 @@ DEFAULT_SERVER = "127.0.0.1:50051"
 # A token in an argument could be read by everybody on the machine.
 TOKEN_VARIABLE = "KVLEDGER_TOKEN"  # noqa: S105  # a name
 _TOKEN_CHARACTERS_MAX = 8192
-# Where a token may go without TLS: to this machine.
-_HERE = ("localhost", "127.", "[::1]", "::1")
 
 # Metadata of every refusal that a server of ours sends.
 _DETAILS = "grpc-status-details-bin"
@@ -60,11 +60,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help=f"file with the token that says who you are; default: ${TOKEN_VARIABLE}",
     )
+    parser.add_argument("--token", action=_TokenRefused, help=argparse.SUPPRESS)
     parser.add_argument("--max-tokens", type=_whole(32), help="most tokens to generate")
     parser.add_argument("--temperature", type=float, help="0 is greedy, the default")
     parser.add_argument("--top-p", type=float, help="nucleus mass in (0, 1]")
     parser.add_argument("--seed", type=_whole(64), help="same seed, same answer")
     parser.add_argument("--receipt", action="store_true", help="show what the request cost")
+
+
+class _TokenRefused(argparse.Action):
+    """Says what to do instead; the parser would take it for a short --token-file, and quote it."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *given: object) -> None:
+        parser.error(
+            f"--token: everybody on this machine can read arguments; use --token-file FILE or "
+            f"${TOKEN_VARIABLE}, and get another token"
+        )
 
 
 def _whole(bits: int) -> Callable[[str], int]:
@@ -121,8 +132,7 @@ def identity(options: argparse.Namespace) -> tuple[tuple[str, str], ...]:
     token = text.strip()
     if not 1 <= len(token) <= _TOKEN_CHARACTERS_MAX or any(not "!" <= c <= "~" for c in token):
         raise SettingRefused(f"{source}: it is not a token: one line of printable characters")
-    here = socket_path(options.server) is not None or options.server.startswith(_HERE)
-    if options.tls_ca is None and not here:
+    if options.tls_ca is None and not _is_here(options.server):
         raise SettingRefused(
             f"{source}: without --tls-ca a token goes to this machine only, because others on the "
             f"line could read it"
@@ -147,6 +157,16 @@ def channel(options: argparse.Namespace) -> grpc.Channel:
         _read("--tls-ca", options.tls_ca), _read("--tls-key", key), _read("--tls-cert", cert)
     )
     return grpc.secure_channel(options.server, credentials)
+
+
+def _is_here(server: str) -> bool:
+    """Whether an address is this machine's own, however it is written."""
+    if socket_path(server) is not None:
+        return True
+    host = server.rpartition(":")[0].strip("[]")
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
 
 
 def _read(option: str, path: Path | None) -> bytes | None:

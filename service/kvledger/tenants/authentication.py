@@ -7,8 +7,8 @@ who it is over a way that nobody else can use, and names one of the tenants on i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from kvledger.errors import ActingRefused, NotAuthenticated, RoleMissing
 from kvledger.tenants.registry import Principal, Registry, Snapshot, certificate_name
@@ -39,8 +39,7 @@ _GATEWAYS_ON = (Transport.MUTUAL_TLS, Transport.UNIX)
 _Again = Callable[[Snapshot], Principal | None]
 
 
-@dataclass(frozen=True)
-class Identity:
+class Identity(NamedTuple):
     """Who calls, as which tenant, and whether that is still so."""
 
     principal: Principal
@@ -48,11 +47,11 @@ class Identity:
     role: Role
     # Whom it acts as; None for who is no client.
     tenant: Tenant | None
-    _again: _Again
+    again: _Again
 
     def holds_in(self, snapshot: Snapshot) -> bool:
         """Whether the same credential makes the same caller in a later snapshot."""
-        found, before = self._again(snapshot), self.principal
+        found, before = self.again(snapshot), self.principal
         if found is None or (found.name, found.epoch) != (before.name, before.epoch):
             return False
         if self.role not in found.roles or (found.acts_for is None) != (before.acts_for is None):

@@ -2,7 +2,7 @@
 
 A snapshot never changes; when the file does, there is a new one, and whoever subscribed hears of
 both. A file that cannot be used is told once per change, and what was good stays. Belongs to one
-thread; files are read on another.
+thread; a new snapshot is made on another, because for thousands of tenants that takes a while.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class Registry:
         self._numbers: dict[str, tuple[int, int]] = {}
         self._stamp = self._look()
         self.now = Snapshot()
-        self.now = self._snapshot(*self._read())
+        self.now = self._read()
         self._next_expiry = self.now.next_expiry
 
     def tenant(self, name: str) -> Tenant | None:
@@ -209,7 +209,7 @@ class Registry:
         if stamp != self._stamp:
             # Taken before reading: what changes meanwhile is seen the next time.
             self._stamp = stamp
-            self._replace(self._snapshot(*await asyncio.to_thread(self._read)))
+            self._replace(await asyncio.to_thread(self._read))
             _log.info("tenants_reloaded", tenants=len(self.tenants()))
         elif time.time() >= self._next_expiry:
             self._replace(self.now)
@@ -236,15 +236,13 @@ class Registry:
             stamps.append(found)
         return tuple(stamps)
 
-    def _read(self) -> tuple[TenantsFile | None, Issuer | None]:
-        """What the files hold; on whatever thread."""
-        issuer = Issuer.read(self._issuer_path) if self._issuer_path is not None else None
-        return tenants_file.read(self._path) if self._path is not None else None, issuer
-
-    def _snapshot(self, file: TenantsFile | None, issuer: Issuer | None) -> Snapshot:
+    def _read(self) -> Snapshot:
+        """What the files hold. One at a time, on whatever thread: names get their numbers here."""
         tenants = {} if self.developer is None else {DEV_TENANT.name: DEV_TENANT}
-        if file is None:
+        issuer = Issuer.read(self._issuer_path) if self._issuer_path is not None else None
+        if self._path is None:
             return Snapshot(tenants)
+        file = tenants_file.read(self._path)
         self._check_epochs(file)
         principals = {name: self._principal(name, row, file) for name, row in file.tenants.items()}
         tokens: dict[bytes, _Token] = {}

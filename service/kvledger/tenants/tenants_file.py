@@ -23,9 +23,9 @@ from kvledger.errors import SettingRefused
 from kvledger.models.json_file import parse_object
 from kvledger.tenants.tenant import TenantLimits
 
-# Bounds on the file. One of 10,000 tenants has some 4 MB.
-FILE_BYTES_MAX = 32 << 20
-TENANTS_MAX = 10_000
+# Bounds on the file. One of 4,096 tenants has some MB, and is read within a second.
+FILE_BYTES_MAX = 16 << 20
+TENANTS_MAX = 4096
 GROUPS_MAX = 1_000
 REMOVED_MAX = 100_000
 TOKENS_OF_TENANT_MAX = 8
