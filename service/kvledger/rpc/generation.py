@@ -149,7 +149,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             if not call.revoked and (_is_cancelled_by_caller() or call.writing_since is not None):
                 raise
             # Something that the handler waited for was cancelled; gRPC would send no status at all.
-            trailer = await stream.settle() if stream is not None else ()
+            reason = EndReason.CANCELLED if call.revoked else EndReason.FAILED
+            trailer = await stream.settle(reason) if stream is not None else ()
             await abort(context, CredentialRevoked() if call.revoked else ServerDraining(), trailer)
         except Exception as error:
             if call.writing_since is not None:
@@ -215,10 +216,10 @@ class _Stream:
     def _end_all(self, reason: EndReason) -> None:
         self._admission.end(self._ticket, reason)
 
-    async def settle(self) -> Metadata:
+    async def settle(self, reason: EndReason = EndReason.FAILED) -> Metadata:
         """Ends a request that failed: the receipt as trailing metadata, if there is one."""
         if not self._ended:
-            self._end_all(EndReason.FAILED)
+            self._end_all(reason)
             # The receipt comes after the step that runs. A step that takes long, or hangs, must
             # not keep the caller from its status.
             await self._within(_RECEIPT_SECONDS, self._until_ended())

@@ -12,12 +12,28 @@ import grpc
 import pytest
 import pytest_asyncio
 from authorities import Files, credentials
+from grpc_health.v1.health_pb2 import HealthCheckRequest
 from http2_client import Http2Client
 from scripted_model import PATIENCE
-from server_harness import Refusal, ServerHarness, refusal_of, request, serving
+from server_harness import (
+    Refusal,
+    ServerHarness,
+    connection,
+    refusal_of,
+    request,
+    serving,
+    until,
+)
 from tenants_of_test import TenantsOfTest, bearer
 
+from kvledger.rpc import doors
+from kvledger.rpc.calls import Calls
+from kvledger.rpc.identity import IdentityRequired
+from kvledger.rpc.undecodable import UndecodableRefused
 from kvledger.tenants import editing
+from kvledger.tenants.authentication import Authenticator, Transport
+from kvledger.tenants.registry import Registry
+from kvledger.tenants.roles import Role
 
 UNAUTHENTICATED = grpc.StatusCode.UNAUTHENTICATED
 # What is promised.
@@ -86,7 +102,7 @@ async def test_its_streams_end_and_no_others(
     assert (refusal.code, refusal.reason) == (UNAUTHENTICATED, "CREDENTIAL_REVOKED")
     assert refusal.receipt.peak_blocks > 0, "every request has its receipt"
     finished = server.log.of("request_finished")
-    assert [facts["tenant"] for facts in finished] == ["acme"]
+    assert [(facts["tenant"], facts["reason"]) for facts in finished] == [("acme", "cancelled")]
     assert held_by_two > 0
     for _ in range(3):
         assert (await kept.read()).HasField("delta"), "the neighbour goes on"
@@ -215,3 +231,82 @@ async def test_a_file_that_cannot_be_used_changes_nothing(
     await server.until(lambda: server.log.of("tenants_reloaded"))
     tenants.revoke("acme")
     assert (await end_of(call)).reason == "CREDENTIAL_REVOKED"
+
+
+SERVICE = "kvledger.v1.Waiting"
+
+
+async def _waits(request: Any, context: Any) -> Any:
+    await asyncio.sleep(60)
+
+
+async def _streams(request: Any, context: Any) -> AsyncIterator[Any]:
+    yield request
+    await asyncio.sleep(60)
+
+
+async def _has_ended(request: Any, context: Any) -> Any:
+    await context.abort(grpc.StatusCode.NOT_FOUND, "of its own")
+
+
+class Waiting:
+    """A server of its own, with methods that wait, behind the interceptors of a listener."""
+
+    def __init__(self, registry: Registry) -> None:
+        self.calls = Calls(60.0)
+        self.server = grpc.aio.server(
+            interceptors=(
+                self.calls,
+                IdentityRequired(Authenticator(registry, Transport.TLS)),
+                UndecodableRefused(),
+            )
+        )
+        coders = (HealthCheckRequest.FromString, HealthCheckRequest.SerializeToString)
+        single, stream = (
+            grpc.unary_unary_rpc_method_handler,
+            grpc.unary_stream_rpc_method_handler,
+        )
+        methods = {
+            "Single": single(_waits, *coders),
+            "Stream": stream(_streams, *coders),
+            "Ended": single(_has_ended, *coders),
+        }
+        handler = grpc.method_handlers_generic_handler(SERVICE, methods)
+        self.server.add_generic_rpc_handlers((handler,))
+        self.port = self.server.add_insecure_port("127.0.0.1:0")
+
+
+@pytest.mark.parametrize("method", ["Single", "Stream"])
+async def test_every_kind_of_method_ends(
+    method: str, tenants: TenantsOfTest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A method that somebody adds would go on for who is nobody, or let strangers in."""
+    door = doors.Door(Role.CLIENT, doors.Port.CLIENTS)
+    table = {f"/{SERVICE}/{name}": door for name in ("Single", "Stream", "Ended")}
+    monkeypatch.setattr(doors, "_TABLE", table)
+    registry = Registry(tenants.path)
+    waiting = Waiting(registry)
+    registry.subscribe(lambda old, new: waiting.calls.end_revoked(new))
+    await waiting.server.start()
+    async with connection(f"127.0.0.1:{waiting.port}") as channel:
+        streams = method == "Stream"
+        kind = channel.unary_stream if streams else channel.unary_unary
+        path = f"/{SERVICE}/{method}"
+
+        async def ended(metadata: Any) -> Refusal:
+            call = kind(path)(b"", metadata=metadata, timeout=PATIENCE)
+            return await (end_of(call) if streams else refusal_of(call))
+
+        assert (await ended(())).reason == "CREDENTIAL_INVALID"
+        shown = [bearer(tenants.tokens[name]) for name in ("acme", "globex")]
+        over, kept = (asyncio.create_task(ended(metadata)) for metadata in shown)
+        own = channel.unary_unary(f"/{SERVICE}/Ended")(b"", metadata=shown[0])
+        assert (await refusal_of(own)).code == grpc.StatusCode.NOT_FOUND
+        await until(lambda: waiting.calls.open_count == 2)
+        tenants.revoke("acme")
+        await registry.refresh()
+        assert (await over).reason == "CREDENTIAL_REVOKED"
+        assert not kept.done()
+        assert waiting.calls.open_count == 1
+        kept.cancel()
+    await waiting.server.stop(0)
