@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 import pytest_asyncio
-from authorities import Files, credentials
+from authorities import Files, credentials, credentials_of_uri
 from http2_client import Http2Client
 from scripted_model import PATIENCE
 from server_harness import ServerHarness, connection, refusal_of, request, serving
@@ -288,6 +288,19 @@ class TestCertificates:
             assert (await refusal_of(server.answer(text="a"))).code == UNAUTHENTICATED
             async with connection(server.address, good) as channel:
                 assert await code_of(channel, LIST_MODELS) == OK
+
+    async def test_uris_are_names_of_their_own(self, files: Files, tenants: TenantsOfTest) -> None:
+        """A workload would be nobody, or another one whose path begins alike."""
+        uri = "spiffe://example/acme"
+        tenants.add("shown", certificates=[f"uri:{uri}"])
+        theirs = credentials_of_uri("ours", "clients", uri)
+        async with serving(*self.options(files, tenants), credentials=theirs) as server:
+            await server.answer(text="a")
+            assert server.log.of("request_finished")[0]["tenant"] == "shown"
+            for others in ((uri + "/x",), (uri.upper(),), ("spiffe://example/",)):
+                other = credentials_of_uri("ours", "clients", *others)
+                async with connection(server.address, other) as channel:
+                    assert await code_of(channel, LIST_MODELS) == UNAUTHENTICATED
 
     async def test_a_certificate_and_a_token_must_be_one(
         self, files: Files, tenants: TenantsOfTest
