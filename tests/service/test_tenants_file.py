@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tenants_of_test import TenantsOfTest
 
 from kvledger.tenants import editing, tenants_file
@@ -17,6 +19,10 @@ from kvledger.tenants.tenants_file import TenantsRefused, parse, read
 
 TOKEN = {"id": "0" * 8, "sha256": "a" * 64, "created_at": 1}
 OTHER = {"id": "1" * 8, "sha256": "b" * 64, "created_at": 1}
+
+
+_WORDS = st.sampled_from(["a", "b", "tokens", "roles", "limits", "epoch", "kv_max", "client"])
+_PARTS = ("tenants", "groups", "gateways", "removed")
 
 
 def file(**parts: Any) -> bytes:
@@ -114,6 +120,44 @@ def test_what_is_wrong_is_named_by_its_path(data: bytes, path: str) -> None:
     assert sentence.startswith(path) or path in sentence.split(": ")[-1], sentence
     assert "a" * 65 not in sentence
     assert len(sentence) < 500
+
+
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_WORDS, inner, max_size=3),
+    max_leaves=12,
+)
+
+
+@given(st.fixed_dictionaries({"version": st.just(1)}, optional=dict.fromkeys(_PARTS, _VALUES)))
+def test_whatever_it_holds_there_is_a_sentence_or_a_file(values: dict[str, Any]) -> None:
+    """A hand's slip would be an error that nobody thought of, and end the looking."""
+    refused = ValueError("none")
+    try:
+        parse(json.dumps(values).encode())
+    except ValueError as error:
+        refused = error
+    assert type(refused) is ValueError
+    assert str(refused).isprintable()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b'{"version": 1, "tenants": {"a": {"limits": {"kv_max": 1' + b"0" * 400 + b"}}}}",
+        b'{"version": 1, "tenants": {"a": {"limits": {"kv_max": 1' + b"0" * 5000 + b"}}}}",
+        b'{"version": 1, "tenants": {"a": {"limits": {"kv_max": 1e999}}}}',
+        b'{"version": 1, "tenants": {"\\ud800": {}}}',
+        b'{"version": 1, "groups": {"g": ["\\ud800"]}}',
+        b'{"version": 1, "tenants": {"a": {"certificates": ["cn:\\u0000"]}}}',
+        b'{"version": 1, "tenants": {"a\\n": {}}}',
+    ],
+)
+def test_numbers_and_texts_beyond_all_bounds(data: bytes) -> None:
+    """The same, of what no generator thinks of."""
+    with pytest.raises(ValueError) as refused:
+        parse(data)
+    assert str(refused.value).isprintable()
 
 
 def test_a_full_one_is_taken() -> None:
