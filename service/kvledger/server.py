@@ -57,6 +57,8 @@ class Server:
         self._settings = settings
         self._model = model
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._metrics = Metrics()
+        self.registry = settings.registry(self._metrics.tenants_kept)
         sampler = Sampler(settings.sequences_max, settings.instruction_set)
         self._engine = Engine(model.core, model.llama, sampler, self._publish, self._engine_died)
         self._admission = Admission(
@@ -68,9 +70,7 @@ class Server:
         )
         self._prompts = PromptEncoder(model.tokenizer, settings.max_queued)
         self._constraints = ConstraintCompiler(model.tokenizer)
-        self._metrics = Metrics()
         self._watch_metrics()
-        self.registry = settings.registry(self._metrics.tenants_kept)
         self._front = Front(
             settings,
             [

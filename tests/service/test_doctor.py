@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from authorities import Files
 from structlog.testing import CapturingLogger
-from tenants_of_test import TenantsOfTest
+from tenants_harness import TenantsOfTest
 from tiny_model import TinyShape, random_weights, write_gguf
 
 from kvledger import served_model

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from server_harness import Log, until
-from tenants_of_test import TenantsOfTest
+from tenants_harness import TenantsOfTest
 
 from kvledger.tenants import editing, registry
 from kvledger.tenants.authentication import Authenticator, Transport

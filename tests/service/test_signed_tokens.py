@@ -15,7 +15,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from server_harness import Refusal, refusal_of, serving
-from tenants_of_test import TenantsOfTest, bearer
+from tenants_harness import TenantsOfTest, bearer
 
 from kvledger.errors import SettingRefused
 from kvledger.tenants import signed_tokens

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tenants_of_test import TenantsOfTest
+from tenants_harness import TenantsOfTest
 
 from kvledger.tenants import editing, tenants_file
 from kvledger.tenants.tenants_file import TenantsRefused, parse, read

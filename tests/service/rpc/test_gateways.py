@@ -10,7 +10,7 @@ import pytest
 from authorities import Files, credentials
 from scripted_model import PATIENCE
 from server_harness import ServerHarness, refusal_of, request, serving
-from tenants_of_test import TenantsOfTest, bearer
+from tenants_harness import TenantsOfTest, bearer
 
 from kvledger.tenants import editing
 

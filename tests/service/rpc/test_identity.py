@@ -15,7 +15,7 @@ from authorities import Files, credentials, credentials_of_uri
 from http2_client import Http2Client
 from scripted_model import PATIENCE
 from server_harness import ServerHarness, connection, refusal_of, request, serving
-from tenants_of_test import TenantsOfTest, bearer
+from tenants_harness import TenantsOfTest, bearer
 
 from kvledger.tenants.tokens import new_token
 

@@ -24,7 +24,7 @@ from server_harness import (
     serving,
     until,
 )
-from tenants_of_test import TenantsOfTest, bearer
+from tenants_harness import TenantsOfTest, bearer
 
 from kvledger.rpc import doors
 from kvledger.rpc.calls import Calls
