@@ -32,6 +32,7 @@ from kvledger.sampling import SamplingParameters
 from kvledger.scopes.claims import NO_CLAIM, ScopeClaim
 from kvledger.streams import Mailbox, MailboxLimits, Receipt, Streams, receipt_of_waiting
 from kvledger.tenants.quotas import Quotas
+from kvledger.tenants.registry import DEV_TENANT
 from kvledger.tenants.shares import CoreShare, PoolShape
 from kvledger.tenants.tenant import Tenant
 from kvledger.tenants.usage import Phase, Place, TenantUsage
@@ -50,14 +51,23 @@ _REFUSED: tuple[type[Exception], ...] = (*_REFUSALS, TenantLimitReached)
 
 @dataclass(frozen=True)
 class Caller:
-    """Who asks: a tenant, by the number that the core books under and by name."""
+    """Who asks: a tenant, with its limits."""
 
-    tenant: int
-    name: str
+    account: Tenant
+
+    @property
+    def tenant(self) -> int:
+        """The number that the core books under."""
+        return self.account.number
+
+    @property
+    def name(self) -> str:
+        """The tenant's name."""
+        return self.account.name
 
 
 # The one tenant of a server started with --dev.
-DEV_CALLER = Caller(tenant=0, name="dev")
+DEV_CALLER = Caller(DEV_TENANT)
 
 
 @dataclass(frozen=True)
@@ -172,6 +182,14 @@ class Admission:
         self._turn_meter()
         for usage in self._quotas.all():
             self._release(usage)
+
+    def check_tenants(self, tenants: Iterable[Tenant], more_may_come: bool = True) -> None:
+        """Whether `set_tenants` could be called with these; raises SettingRefused."""
+        self._quotas.shares(list(tenants), more_may_come)
+
+    def set_pool(self, pool: PoolShape) -> None:
+        """What tenants have shares of, before the first `set_tenants`."""
+        self._quotas.pool = pool
 
     def drain(self) -> None:
         """Refuses everything from now on."""

@@ -28,6 +28,7 @@ from kvledger.models.llama import Llama
 from kvledger.prompt_scores import PromptScores
 from kvledger.sampling import Sampler, SamplingParameters
 from kvledger.scopes import NO_REUSE, PrefixScopes
+from kvledger.tenants.shares import CoreShare
 
 _log = structlog.get_logger(__name__)
 
@@ -104,6 +105,7 @@ class _News(NamedTuple):
     ends: list[tuple[int, EndReason]]
     pauses: dict[int, bool]  # what was asked last, by sequence
     purges: list[int]
+    shares: list[CoreShare] | None
 
 
 def make_core(
@@ -179,6 +181,7 @@ class Engine:
         self._ends: list[tuple[int, EndReason]] = []
         self._pauses: dict[int, bool] = {}  # what was asked last, by sequence
         self._purges: list[int] = []
+        self._shares: list[CoreShare] | None = None  # set last, and not taken yet
         self._stopping = False
         self._died = False
         self._open: dict[int, _Open] = {}
@@ -268,6 +271,17 @@ class Engine:
             self._pauses[sequence] = False
             self._wakeup.notify()
 
+    @property
+    def shareable_blocks(self) -> int:
+        """Blocks of the pool that do not stay with public prefixes. Only while nothing runs."""
+        return self._core.shareable_blocks
+
+    def set_shares(self, shares: Sequence[CoreShare]) -> None:
+        """Sets what tenants may have of the pool, before the next step is planned."""
+        with self._wakeup:
+            self._shares = list(shares)
+            self._wakeup.notify()
+
     def purge(self, scopes: Sequence[int]) -> None:
         """Lets nobody begin with what is kept in these scopes; what runs goes on with its own.
 
@@ -319,7 +333,10 @@ class Engine:
                 self._wakeup.wait(_IDLE_SECONDS)
 
     def _has_news(self) -> bool:
-        return bool(self._arrivals or self._ends or self._pauses or self._purges)
+        return (
+            bool(self._arrivals or self._ends or self._pauses or self._purges)
+            or self._shares is not None
+        )
 
     def _step(self) -> bool:
         """Plans and computes one step; False if there was nothing to compute."""
@@ -412,6 +429,7 @@ class Engine:
             ends, self._ends = self._ends, []
             pauses, self._pauses = self._pauses, {}
             purges, self._purges = self._purges, []
+            shares, self._shares = self._shares, None
             if ends and arrivals:
                 # A job that ends before the core has seen it must arrive first: ends that name an
                 # arrival of this very moment wait for the next step.
@@ -419,7 +437,7 @@ class Engine:
                 self._ends = [end for end in ends if end[0] in new]
                 ends = [end for end in ends if end[0] not in new]
         self._open_all(arrivals)
-        return _News(arrivals, ends, pauses, purges)
+        return _News(arrivals, ends, pauses, purges, shares)
 
     def _open_all(self, arrivals: list[Job]) -> None:
         for job in arrivals:
@@ -439,6 +457,20 @@ class Engine:
                 self._scores.ask(job.sequence, job.prompt, job.prompt_logprobs)
 
     def _plan_with(self, news: _News) -> tuple[_core.Plan, _core.Report]:
+        if news.shares is not None:
+            self._core.set_shares(
+                [
+                    (
+                        share.tenant,
+                        share.guaranteed_blocks,
+                        share.live_blocks_max,
+                        share.max_blocks,
+                        share.sealed,
+                    )
+                    for share in news.shares
+                ],
+                time.monotonic_ns(),
+            )
         if news.purges:
             # Before the arrivals, and with no step under way.
             blocks = self._core.purge(np.array(news.purges, dtype=np.uint32), time.monotonic_ns())

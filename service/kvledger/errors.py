@@ -187,3 +187,39 @@ class RequestFailed(Exception):
     def __init__(self, request_id: str) -> None:
         super().__init__(f"the request failed inside the server; quote id {request_id}")
         self.request_id = request_id
+
+
+class NotAuthenticated(Exception):
+    """The caller has not shown who it is; what exactly is wrong with what it showed is not said."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "authorization: no valid credential; send one Bearer token that is good now, or use a "
+            "client certificate that the operator has entered for you, not two that differ"
+        )
+
+
+class CredentialRevoked(Exception):
+    """What the caller has shown when it called is good no longer."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "authorization: the credential of this call is no longer valid; get another one"
+        )
+
+
+class RoleMissing(Exception):
+    """The caller is known, and may not call this method."""
+
+    def __init__(self, role: str) -> None:
+        super().__init__(
+            f"this method is for callers with the role {role}; ask the operator for a credential "
+            f"that has it"
+        )
+
+
+class ActingRefused(Exception):
+    """The caller names a tenant that it may not name, or not in this way, or none where it must."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"x-tenant-id: {why}")

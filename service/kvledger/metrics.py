@@ -64,6 +64,12 @@ class Metrics:
             registry=self.registry,
         )
 
+        self._tenants_kept = Counter(
+            "kvledger_tenants_reload_failures",
+            "Changes of --tenants or --jwt that could not be used; what was good stayed.",
+            registry=self.registry,
+        )
+
     def request_ended(self, status: str) -> None:
         """Counts a call of a client."""
         self._requests.labels(status).inc()
@@ -75,6 +81,10 @@ class Metrics:
     def certificate_kept(self) -> None:
         """Counts files of TLS that changed and could not be used."""
         self._reload_failures.inc()
+
+    def tenants_kept(self) -> None:
+        """Counts a file of tenants that changed and could not be used."""
+        self._tenants_kept.inc()
 
     def watch(self, name: str, meaning: str, value: Callable[[], float]) -> None:
         """A gauge whose value is asked for at every scrape; from another thread."""

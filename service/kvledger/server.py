@@ -14,6 +14,7 @@ import gc
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 import structlog
 
@@ -23,6 +24,7 @@ from kvledger.engine import Engine, StepOutcome
 from kvledger.errors import SettingRefused
 from kvledger.metrics import Metrics
 from kvledger.metrics_listener import MetricsListener
+from kvledger.public_prefixes import compute_public_prefixes
 from kvledger.rpc.connections import KEEPALIVE, Keepalive
 from kvledger.rpc.front import Front
 from kvledger.rpc.generation import GenerationServicer
@@ -36,6 +38,7 @@ from kvledger.scopes.public_prefixes import load_public_prefixes
 from kvledger.served_model import ServedModel
 from kvledger.settings import Settings
 from kvledger.streams import MailboxLimits
+from kvledger.tenants.follower import TenantsFollower
 
 _log = structlog.get_logger(__name__)
 
@@ -60,9 +63,10 @@ class Server:
         self._settings = settings
         self._model = model
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._metrics = Metrics()
+        self.registry = settings.registry(self._metrics.tenants_kept)
         sampler = Sampler(settings.sequences_max, settings.instruction_set)
         self._engine = Engine(model.core, model.llama, sampler, self._publish, self._engine_died)
-        self._metrics = Metrics()
         self._admission = Admission(
             self._engine,
             model.config.context_tokens,
@@ -71,11 +75,12 @@ class Server:
             settings.sequences_max,
             queued_tokens_max=settings.max_queued_tokens,
             pool=model.pool,
+            set_shares=self._engine.set_shares,
             on_refusal=self._metrics.refused,
         )
         self._prompts = PromptEncoder(model.tokenizer, settings.max_queued)
         self._constraints = ConstraintCompiler(model.tokenizer)
-        self._scopes = _scopes_of(settings, model)
+        self._scopes = _scopes_of(settings, model, self._engine)
         self._watch_metrics()
         self._front = Front(
             settings,
@@ -93,6 +98,7 @@ class Server:
                 model_service(ModelServicer(model, self._prompts)),
             ],
             self._metrics,
+            self.registry,
             keepalive,
         )
         self._metrics_listener: MetricsListener | None = None
@@ -131,6 +137,10 @@ class Server:
         self._engine.start()
         self._front.health.set_serving(True)
         try:
+            await compute_public_prefixes(self._scopes, self._admission)
+            shareable = self._engine.shareable_blocks
+            self._admission.set_pool(replace(self._model.pool, blocks=shareable))
+            TenantsFollower(self.registry, self._admission, self._scopes).start()
             await self._front.start()
         except BaseException:
             self._engine.stop(_LAST_WORDS)
@@ -145,6 +155,7 @@ class Server:
         watches = (
             asyncio.create_task(self._watch_heartbeat()),
             asyncio.create_task(self._watch_front()),
+            asyncio.create_task(self.registry.watch()),
         )
         _log.info(
             "serving",
@@ -154,6 +165,7 @@ class Server:
             operators=self.operators_address,
             metrics=self.metrics_address,
             model=self._model.id,
+            tenants=len(self.registry.tenants()),
         )
         if self._settings.dev:
             _log.warning("dev_mode", meaning="callers without identity are served as one tenant")
@@ -270,9 +282,8 @@ class Server:
             await asyncio.wait_for(self._admission.streams.wait_until_empty(), _LAST_WORDS)
 
 
-def _scopes_of(settings: Settings, model: ServedModel) -> Scopes:
+def _scopes_of(settings: Settings, model: ServedModel, engine: Engine) -> Scopes:
     """Raises SettingRefused if a public prefix cannot be used."""
     kv = KvIdentity(model=model.fingerprint, config=repr(model.config), kv_format=model.kv_format)
     public = load_public_prefixes(settings.public_files(), model.tokenizer, model.tokens_max)
-    # The scheduler does not ask the prefix index yet, so there is nothing to purge.
-    return Scopes(kv, lambda numbers: None, public, reuses=settings.reuses_prefixes)
+    return Scopes(kv, engine.purge, public, reuses=settings.reuses_prefixes)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,10 +29,14 @@ from kvledger.errors import SettingRefused
 from kvledger.log import LogFormat, LogLevel
 from kvledger.models.config import WeightsMode
 from kvledger.scopes.prefix_files import PrefixFile, prefix_files
+from kvledger.tenants.authentication import Transport
+from kvledger.tenants.registry import Registry
 
 _ENVIRONMENT = "KVLEDGER_"
-# Variables with the prefix that are no settings: what the build and the tests read.
-_OTHER_VARIABLES = frozenset({"KVLEDGER_CUDA", "KVLEDGER_TEST_MODEL", "KVLEDGER_BUILD_TYPE"})
+# Variables with the prefix that are no settings: what the build, the tests and clients read.
+_OTHER_VARIABLES = frozenset(
+    {"KVLEDGER_CUDA", "KVLEDGER_TEST_MODEL", "KVLEDGER_BUILD_TYPE", "KVLEDGER_TOKEN"}
+)
 
 
 # The value of --operators-listen that turns it off.
@@ -62,6 +66,16 @@ class Settings(BaseSettings):
         None,
         description="PEM file with authorities: a client without a certificate that one of them "
         "signed is refused",
+    )
+    tenants: Path | None = Field(
+        None,
+        description="file of tenants and their credentials, of mode 0600 (kvledger tenants writes "
+        "it); read again when it changes",
+    )
+    jwt: Path | None = Field(
+        None,
+        description="file of an issuer of signed tokens (JWT) and its public keys; read again when "
+        "it changes",
     )
     operators_listen: str | None = Field(
         None,
@@ -238,11 +252,41 @@ class Settings(BaseSettings):
 
     def require_identity(self) -> None:
         """Raises SettingRefused if the server could not tell its callers apart."""
-        if not self.dev:
+        if self.dev:
+            return
+        if self.tenants is None:
             raise SettingRefused(
-                "callers have no identity yet, so only --dev starts: it serves every caller as "
-                "one tenant; use it where nobody else can connect"
+                "--tenants FILE says who may call (kvledger tenants add makes one); without it "
+                "only --dev starts: it serves every caller as one tenant; use it where nobody else "
+                "can connect"
             )
+        if self.transport is Transport.PLAIN:
+            raise SettingRefused(
+                "--listen host:port needs --tls-cert and --tls-key: without TLS whoever is on the "
+                "line can read credentials; or use unix:/path"
+            )
+
+    def registry(self, on_kept: Callable[[], None] = lambda: None) -> Registry:
+        """Who may call. SettingRefused if the files that say so cannot be used."""
+        return Registry(self.tenants, issuer_path=self.jwt, dev=self.dev, on_kept=on_kept)
+
+    @property
+    def transport(self) -> Transport:
+        """How clients reach it."""
+        return self._transport(self.listen, self.tls_client_ca)
+
+    @property
+    def operators_transport(self) -> Transport:
+        """How operators reach it; by itself on a unix socket."""
+        listen = self.operators_listen if self.operators_on_tcp else None
+        return self._transport(listen, self.operators_client_ca)
+
+    def _transport(self, listen: str | None, client_ca: Path | None) -> Transport:
+        if listen is None or socket_path(listen) is not None:
+            return Transport.UNIX
+        if self.tls_cert is None:
+            return Transport.PLAIN
+        return Transport.TLS if client_ca is None else Transport.MUTUAL_TLS
 
     @property
     def reuses_prefixes(self) -> bool:
@@ -428,6 +472,8 @@ def _check(settings: Settings) -> None:
     settings.public_files()
     _check_addresses(settings)
     _check_tls(settings)
+    if settings.jwt is not None and settings.tenants is None:
+        raise SettingRefused("--jwt needs --tenants: signed tokens name tenants that stand there")
 
 
 def _check_addresses(settings: Settings) -> None:

@@ -239,7 +239,7 @@ def test_a_port_that_is_taken_is_told_in_one_sentence(server: ServerProcess) -> 
 def test_what_is_set_wrong_is_told_in_one_sentence() -> None:
     """An operator would read a traceback, or a server would start without what was asked."""
     said = refused_start("--listen", "127.0.0.1:0")
-    assert said.startswith("kvledger serve: callers have no identity yet, so only --dev starts")
+    assert said.startswith("kvledger serve: --tenants FILE says who may call")
     assert said.count("\n") == 1
     said = refused_start("--dev", KVLEDGER_X="1")
     assert said.startswith("kvledger serve: the environment variable KVLEDGER_X is no setting")

@@ -37,7 +37,7 @@ from kvledger.v1 import generation_pb2_grpc, models_pb2_grpc
 CONTEXT_TOKENS = 256  # as in engine_harness.make_core
 _LOGGING_MODULES = (
     *("admission", "engine", "server"),
-    *("rpc.calls", "rpc.errors", "rpc.front", "rpc.listener"),
+    *("rpc.calls", "rpc.errors", "rpc.front", "rpc.listener", "tenants.registry"),
 )
 _DETAILS = (
     error_details_pb2.BadRequest,

@@ -19,6 +19,7 @@ from kvledger.scopes.claims import ScopeClaim
 from kvledger.scopes.keys import KvIdentity, Scope, ScopeKeys
 from kvledger.scopes.table import ScopeTable
 from kvledger.streams import MailboxLimits
+from kvledger.tenants.tenant import Tenant
 
 CONTEXT = 100
 MAILBOXES = MailboxLimits(tokens=100, stall_seconds=100.0)
@@ -108,7 +109,7 @@ def test_what_enters_reaches_the_engine_as_it_was_asked(
 ) -> None:
     """A request would run for another tenant, with another's parameters, or late."""
     ticket = door.enter(
-        caller=Caller(tenant=4, name="four"),
+        caller=Caller(Tenant("four", 4)),
         prompt=np.array([5, 6], dtype=np.int32),
         max_tokens=9,
         sampling=SamplingParameters(temperature=0.5, seed=7),

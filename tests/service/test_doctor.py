@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 from authorities import Files
 from structlog.testing import CapturingLogger
+from tenants_harness import TenantsOfTest
 from tiny_model import TinyShape, random_weights, write_gguf
 
 from kvledger import served_model
 from kvledger.cli import doctor
 from kvledger.models.catalogue import CATALOGUE, KnownModel
 
-SUBJECTS = ["processor", "memory", "model", "port", "tls", "self-test"]
+SUBJECTS = ["processor", "memory", "model", "port", "tls", "tenants", "self-test"]
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +151,19 @@ def test_certificates_are_looked_at(tiny: Path, tmp_path: Path, capsys: Captured
     report = examine(capsys, "--model", str(tiny), *files.options)
     assert bad(report) == ["tls"]
     assert f"--tls-key {files.key}" in report.findings["tls"][1]
+
+
+def test_tenants_are_looked_at(tiny: Path, tmp_path: Path, capsys: Captured) -> None:
+    """A file that others can read would be found at the start, and not before."""
+    tenants = TenantsOfTest(tmp_path)
+    tenants.add("acme")
+    options = ("--model", str(tiny), "--tenants", str(tenants.path))
+    good, text = examine(capsys, *options).findings["tenants"]
+    assert (good, text) == (True, f"{tenants.path} has 1")
+    tenants.path.chmod(0o644)
+    good, text = examine(capsys, *options).findings["tenants"]
+    assert not good
+    assert "chmod 600" in text
 
 
 def test_the_end_of_a_certificate_is_told(tiny: Path, tmp_path: Path, capsys: Captured) -> None:

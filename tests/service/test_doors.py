@@ -9,7 +9,8 @@ from grpc_channelz.v1 import channelz_pb2
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
-from kvledger.rpc.doors import Port, check_every_method_has_a_row
+from kvledger.rpc.doors import Port, check_every_method_has_a_row, role_for
+from kvledger.tenants.roles import GIVEN, Role, with_implied
 from kvledger.v1 import generation_pb2, models_pb2
 
 SERVED = [
@@ -82,3 +83,30 @@ def test_each_listener_has_only_its_own() -> None:
     for service_ in (generation, models):
         with pytest.raises(LookupError, match=f"/{service_.full_name}/.* belongs to .* CLIENTS"):
             check_every_method_has_a_row([health, service_], Port.OPERATORS)
+
+
+def test_what_each_method_asks_for() -> None:
+    """A row that is changed by accident would let strangers generate, or clients look around."""
+    roles: dict[Role, set[str]] = {}
+    for described in [*SERVED, CHANNELZ]:
+        for method in described.methods:
+            role = role_for(f"/{described.full_name}/{method.name}")
+            roles.setdefault(role, set()).add(described.full_name)
+    assert roles == {
+        Role.CLIENT: {"kvledger.v1.GenerationService", "kvledger.v1.ModelService"},
+        Role.VIEWER: {"grpc.channelz.v1.Channelz"},
+        Role.ANYONE: {
+            "grpc.health.v1.Health",
+            "grpc.reflection.v1alpha.ServerReflection",
+        },
+    }
+    with pytest.raises(LookupError):
+        role_for("/kvledger.v1.ModelService/Nothing")
+
+
+def test_an_operator_may_look_and_is_no_client() -> None:
+    """Who runs a server would read what its clients may, or not even see who is connected."""
+    assert with_implied([Role.OPERATOR]) == {Role.OPERATOR, Role.VIEWER}
+    assert with_implied([Role.VIEWER]) == {Role.VIEWER}
+    assert with_implied([Role.CLIENT]) == {Role.CLIENT}
+    assert Role.ANYONE not in GIVEN

@@ -15,20 +15,24 @@ from structlog.testing import CapturingLogger
 
 from kvledger import errors
 from kvledger.errors import (
+    ActingRefused,
     ConstraintDeadEnd,
     ConstraintsFull,
     ConstraintsUnavailable,
     ConstraintTooCostly,
+    CredentialRevoked,
     DeviceLost,
     FieldViolation,
     InvalidRequest,
     ModelRefused,
     ModelUnknown,
+    NotAuthenticated,
     QueuedTokensFull,
     QueueFull,
     QueueTimeout,
     ReaderStalled,
     RequestFailed,
+    RoleMissing,
     ServerDraining,
     SettingRefused,
     SharedScopeDenied,
@@ -89,6 +93,22 @@ EXAMPLES: dict[type, tuple[Exception, grpc.StatusCode, str]] = {
     ReaderStalled: (ReaderStalled(30.0), grpc.StatusCode.ABORTED, "READER_STALLED"),
     ServerDraining: (ServerDraining(0.1), grpc.StatusCode.UNAVAILABLE, "DRAINING"),
     RequestFailed: (RequestFailed("abc123"), grpc.StatusCode.INTERNAL, "REQUEST_FAILED"),
+    NotAuthenticated: (
+        NotAuthenticated(),
+        grpc.StatusCode.UNAUTHENTICATED,
+        "CREDENTIAL_INVALID",
+    ),
+    CredentialRevoked: (
+        CredentialRevoked(),
+        grpc.StatusCode.UNAUTHENTICATED,
+        "CREDENTIAL_REVOKED",
+    ),
+    RoleMissing: (RoleMissing("client"), grpc.StatusCode.PERMISSION_DENIED, "ROLE_MISSING"),
+    ActingRefused: (
+        ActingRefused("it came 2 times"),
+        grpc.StatusCode.PERMISSION_DENIED,
+        "TENANT_NOT_ALLOWED",
+    ),
 }
 # These are for a server's operator: raised before it serves, or when it ends.
 FOR_OPERATORS = {DeviceLost, ModelRefused, SettingRefused}

@@ -146,7 +146,9 @@ def test_options_may_not_be_shortened() -> None:
 
 def test_variables_of_the_build_and_the_tests_are_no_settings() -> None:
     """A server would not start in the shell where it was built."""
-    load_settings([], {"KVLEDGER_CUDA": "ON", "KVLEDGER_TEST_MODEL": "x", "PATH": "y"})
+    load_settings(
+        [], {"KVLEDGER_CUDA": "ON", "KVLEDGER_TEST_MODEL": "x", "PATH": "y", "KVLEDGER_TOKEN": "z"}
+    )
 
 
 def test_the_same_setting_in_two_spellings_is_refused(tmp_path: Path) -> None:
@@ -452,6 +454,60 @@ def test_identity_is_required_without_dev() -> None:
     with pytest.raises(SettingRefused, match="--dev"):
         load_settings([], {}).require_identity()
     load_settings(["--dev"], {}).require_identity()
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--tls-cert=c", "--tls-key=k"], "--tenants FILE"),
+        (["--listen=unix:/x"], "--tenants FILE"),
+        (["--tenants=t"], "--listen host:port needs --tls-cert"),
+        (["--tenants=t", "--operators-listen=unix:/x"], "--listen host:port needs --tls-cert"),
+        (["--tenants=t", "--listen=unix:/x"], None),
+        (["--tenants=t", "--tls-cert=c", "--tls-key=k"], None),
+        (["--tenants=t", "--tls-cert=c", "--tls-key=k", "--tls-client-ca=a"], None),
+    ],
+)
+def test_credentials_cross_no_network_in_the_clear(options: list[str], reason: str | None) -> None:
+    """Whoever is on the line would be everybody who calls."""
+    settings = load_settings(options, {})
+    if reason is None:
+        settings.require_identity()
+    else:
+        with pytest.raises(SettingRefused, match=reason):
+            settings.require_identity()
+
+
+def test_signed_tokens_need_tenants() -> None:
+    """An issuer would name tenants that nobody knows."""
+    assert "--tenants" in refusal("--jwt", "issuer.json")
+    load_settings(["--jwt", "issuer.json", "--tenants", "t"], {})
+
+
+@pytest.mark.parametrize(
+    ("options", "clients", "operators"),
+    [
+        ([], "plain", "unix"),
+        (["--listen=unix:/x"], "unix", "unix"),
+        (["--tls-cert=c", "--tls-key=k"], "tls", "unix"),
+        (["--tls-cert=c", "--tls-key=k", "--tls-client-ca=a"], "mutual_tls", "unix"),
+        (["--tls-cert=c", "--tls-key=k", "--operators-listen=h:1"], "tls", "tls"),
+        (
+            [
+                *("--tls-cert=c", "--tls-key=k", "--operators-listen=h:1"),
+                "--operators-client-ca=a",
+            ],
+            "tls",
+            "mutual_tls",
+        ),
+        (["--operators-listen=h:1"], "plain", "plain"),
+    ],
+)
+def test_how_each_listener_is_reached(options: list[str], clients: str, operators: str) -> None:
+    """A gateway would be believed where others are on the line."""
+    settings = load_settings(options, {})
+    found = (settings.transport.value, settings.operators_transport.value)
+    assert found == (clients, operators)
 
 
 def test_help_names_every_setting(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
+import ipaddress
+import os
 import sys
 import unicodedata
 from collections.abc import Callable, Iterator
@@ -16,6 +19,10 @@ from kvledger.errors import SettingRefused
 from kvledger.v1 import generation_pb2, generation_pb2_grpc
 
 DEFAULT_SERVER = "127.0.0.1:50051"
+
+# A token in an argument could be read by everybody on the machine.
+TOKEN_VARIABLE = "KVLEDGER_TOKEN"  # noqa: S105  # a name
+_TOKEN_CHARACTERS_MAX = 8192
 
 # Metadata of every refusal that a server of ours sends.
 _DETAILS = "grpc-status-details-bin"
@@ -47,11 +54,28 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of every command that generates."""
     add_server_arguments(parser)
+    parser.add_argument(
+        "--token-file",
+        type=Path,
+        metavar="FILE",
+        help=f"file with the token that says who you are; default: ${TOKEN_VARIABLE}",
+    )
+    parser.add_argument("--token", action=_TokenRefused, help=argparse.SUPPRESS)
     parser.add_argument("--max-tokens", type=_whole(32), help="most tokens to generate")
     parser.add_argument("--temperature", type=float, help="0 is greedy, the default")
     parser.add_argument("--top-p", type=float, help="nucleus mass in (0, 1]")
     parser.add_argument("--seed", type=_whole(64), help="same seed, same answer")
     parser.add_argument("--receipt", action="store_true", help="show what the request cost")
+
+
+class _TokenRefused(argparse.Action):
+    """Says what to do instead; the parser would take it for a short --token-file, and quote it."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *given: object) -> None:
+        parser.error(
+            f"--token: everybody on this machine can read arguments; use --token-file FILE or "
+            f"${TOKEN_VARIABLE}, and get another token"
+        )
 
 
 def _whole(bits: int) -> Callable[[str], int]:
@@ -85,9 +109,35 @@ def stream(
     options: argparse.Namespace, request: generation_pb2.GenerateRequest
 ) -> Iterator[generation_pb2.GenerateResponse]:
     """The responses of one Generate call; raises grpc.RpcError, or SettingRefused."""
+    shown = identity(options)
     with channel(options) as connection:
         stub = generation_pb2_grpc.GenerationServiceStub(connection)  # type: ignore[no-untyped-call]
-        yield from stub.Generate(request)
+        yield from stub.Generate(request, metadata=shown)
+
+
+def identity(options: argparse.Namespace) -> tuple[tuple[str, str], ...]:
+    """The metadata that says who calls; empty without a token. Raises SettingRefused."""
+    if options.token_file is not None:
+        source = f"--token-file {options.token_file}"
+        try:
+            with options.token_file.open("rb") as file:
+                text = file.read(_TOKEN_CHARACTERS_MAX + 3).decode("ascii", "replace")
+        except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
+            reason = getattr(error, "strerror", None) or "cannot be read"
+            raise SettingRefused(f"{source}: {reason}") from None
+    elif (text := os.environ.get(TOKEN_VARIABLE, "")) != "":
+        source = f"${TOKEN_VARIABLE}"
+    else:
+        return ()
+    token = text.strip()
+    if not 1 <= len(token) <= _TOKEN_CHARACTERS_MAX or any(not "!" <= c <= "~" for c in token):
+        raise SettingRefused(f"{source}: it is not a token: one line of printable characters")
+    if options.tls_ca is None and not _is_here(options.server):
+        raise SettingRefused(
+            f"{source}: without --tls-ca a token goes to this machine only, because others on the "
+            f"line could read it"
+        )
+    return (("authorization", f"Bearer {token}"),)
 
 
 def channel(options: argparse.Namespace) -> grpc.Channel:
@@ -107,6 +157,16 @@ def channel(options: argparse.Namespace) -> grpc.Channel:
         _read("--tls-ca", options.tls_ca), _read("--tls-key", key), _read("--tls-cert", cert)
     )
     return grpc.secure_channel(options.server, credentials)
+
+
+def _is_here(server: str) -> bool:
+    """Whether an address is this machine's own, however it is written."""
+    if socket_path(server) is not None:
+        return True
+    host = server.rpartition(":")[0].strip("[]")
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
 
 
 def _read(option: str, path: Path | None) -> bytes | None:

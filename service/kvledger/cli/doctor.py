@@ -35,7 +35,7 @@ def run(arguments: Sequence[str]) -> int:
         return 2
     configure("console", "error")
     all_good = True
-    for check in (_processor, _memory, _model, _port, _tls, _self_test):
+    for check in (_processor, _memory, _model, _port, _tls, _tenants, _self_test):
         try:
             finding = check(settings)
         except (ModelRefused, SettingRefused) as error:
@@ -118,6 +118,14 @@ def _tls(settings: Settings) -> Finding:
         return Finding(False, "tls", f"{settings.tls_cert} is not valid before {begin}", mend)
     until = f"expires soon, on {end}: {renew}" if kind else f"expires on {end}"
     return Finding(True, "tls", f"{settings.tls_cert} has its key and {until}; the server {asks}")
+
+
+def _tenants(settings: Settings) -> Finding:
+    if settings.tenants is None:
+        return Finding(True, "tenants", "none: only --dev serves, and everybody as one")
+    count = len(settings.registry().tenants())
+    issuer = ", and signed tokens" if settings.jwt is not None else ""
+    return Finding(True, "tenants", f"{settings.tenants} has {count}{issuer}")
 
 
 def _self_test(settings: Settings) -> Finding:

@@ -22,6 +22,7 @@ def run(arguments: Sequence[str]) -> int:
         settings.require_closed_doors()
         configure(settings.log_format, settings.log_level)
         # Told at once, not after a model has been loaded.
+        settings.registry()
         settings.certificates()
         settings.operators_certificates()
         for file in settings.public_files():

@@ -23,8 +23,11 @@ from typing import Any
 import grpc
 import structlog
 
-from kvledger.errors import ServerDraining
+from kvledger.errors import CredentialRevoked, ServerDraining
 from kvledger.rpc.errors import abort
+from kvledger.tenants.authentication import Identity
+from kvledger.tenants.registry import Snapshot
+from kvledger.tenants.tenant import Tenant
 
 _log = structlog.get_logger(__name__)
 
@@ -69,6 +72,22 @@ class Call:
         # Whether something is still being done for it, whose own rules say how long.
         self.at_work: Callable[[], bool] = bool
         self._idle_since: float | None = None
+        # Who calls, once that is known and while its method runs; None where nobody asks.
+        self.identity: Identity | None = None
+        # Its caller's credential has been taken back: the method was cancelled for that.
+        self.revoked = False
+
+    @property
+    def tenant(self) -> Tenant:
+        """Whom its caller acts as. Only of methods for clients."""
+        assert self.identity is not None, "the method's door is open to anyone"
+        assert self.identity.tenant is not None, "the method's door is not for clients"
+        return self.identity.tenant
+
+    def revoke(self) -> None:
+        """Ends its method, whose client is then told why."""
+        self.revoked, self.identity = True, None
+        self._task.cancel()
 
     def is_lost(self, now: float, stall_seconds: float) -> bool:
         """Whether its client has taken nothing for so long that it is let go."""
@@ -137,6 +156,18 @@ class Calls(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         """Ends calls that wait for their clients' next request with UNAVAILABLE."""
         self._stopping.set()
 
+    def end_revoked(self, snapshot: Snapshot) -> None:
+        """Ends calls whose callers are not who they were any more."""
+        over = [
+            call
+            for call in self._open
+            if call.identity is not None and not call.identity.holds_in(snapshot)
+        ]
+        for call in over:
+            call.revoke()
+        if over:
+            _log.warning("calls_revoked", calls=len(over))
+
     async def watch(self) -> None:
         """Lets go of lost calls, until it is cancelled."""
         loop = asyncio.get_running_loop()
@@ -182,7 +213,11 @@ class Calls(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             call = self._begin(path, context)
             try:
                 return await method(request, context)
+            except asyncio.CancelledError:
+                await _tell_if_revoked(call, context)
+                raise
             finally:
+                call.identity = None
                 # gRPC sends the answer and the status when this is over.
                 call.writing_since = asyncio.get_running_loop().time()
 
@@ -206,7 +241,11 @@ class Calls(grpc.aio.ServerInterceptor):  # type: ignore[misc]
                         call.writing_since = now()
                         await write(response)
                         call.writing_since = None
+            except asyncio.CancelledError:
+                await _tell_if_revoked(call, context)
+                raise
             finally:
+                call.identity = None
                 call.writing_since = now()
 
         return answers
@@ -253,6 +292,13 @@ class Calls(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         call.forget()
         with contextlib.suppress(Exception):  # the count is no reason for a call to fail
             self._on_end(path, _status_name(context))
+
+
+async def _tell_if_revoked(call: Call, context: Any) -> None:
+    """The status of a method that was cancelled because of its caller's credential."""
+    if call.revoked:
+        with contextlib.suppress(grpc.aio.UsageError):  # it has a status already
+            await abort(context, CredentialRevoked())
 
 
 def _status_name(context: Any) -> str:

@@ -1,25 +1,18 @@
 """Who may call what, and where: every RPC is a row of one table.
 
-A method without a row, or on a listener that its row does not name, stops the start. Until identity
-exists there is one caller, the tenant of `--dev`, who may do everything here.
+A method without a row, or on a listener that its row does not name, stops the start. `rpc.identity`
+asks for the role on every call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import Enum, Flag
+from enum import Flag
 
 from google.protobuf.descriptor import ServiceDescriptor
 
-
-class Role(Enum):
-    """What a caller may be."""
-
-    CLIENT = "client"
-    OPERATOR = "operator"
-    # Needs no identity: probes and tools call it before they have one.
-    ANYONE = "anyone"
+from kvledger.tenants.roles import Role
 
 
 class Port(Flag):
@@ -39,7 +32,7 @@ class Door:
 
 
 _CLIENT = Door(Role.CLIENT, Port.CLIENTS)
-_OPERATOR = Door(Role.OPERATOR, Port.OPERATORS)
+_VIEWER = Door(Role.VIEWER, Port.OPERATORS)
 _ANYONE = Door(Role.ANYONE, Port.BOTH)
 
 _TABLE = {
@@ -52,14 +45,19 @@ _TABLE = {
     "/grpc.health.v1.Health/Watch": _ANYONE,
     "/grpc.health.v1.Health/List": _ANYONE,
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _ANYONE,
-    "/grpc.channelz.v1.Channelz/GetTopChannels": _OPERATOR,
-    "/grpc.channelz.v1.Channelz/GetServers": _OPERATOR,
-    "/grpc.channelz.v1.Channelz/GetServer": _OPERATOR,
-    "/grpc.channelz.v1.Channelz/GetServerSockets": _OPERATOR,
-    "/grpc.channelz.v1.Channelz/GetChannel": _OPERATOR,
-    "/grpc.channelz.v1.Channelz/GetSubchannel": _OPERATOR,
-    "/grpc.channelz.v1.Channelz/GetSocket": _OPERATOR,
+    "/grpc.channelz.v1.Channelz/GetTopChannels": _VIEWER,
+    "/grpc.channelz.v1.Channelz/GetServers": _VIEWER,
+    "/grpc.channelz.v1.Channelz/GetServer": _VIEWER,
+    "/grpc.channelz.v1.Channelz/GetServerSockets": _VIEWER,
+    "/grpc.channelz.v1.Channelz/GetChannel": _VIEWER,
+    "/grpc.channelz.v1.Channelz/GetSubchannel": _VIEWER,
+    "/grpc.channelz.v1.Channelz/GetSocket": _VIEWER,
 }
+
+
+def role_for(path: str) -> Role:
+    """What the caller of a method must be. LookupError for a method without a row."""
+    return _TABLE[path].role
 
 
 def check_every_method_has_a_row(

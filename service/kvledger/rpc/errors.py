@@ -18,17 +18,21 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
 from kvledger.errors import (
+    ActingRefused,
     ConstraintDeadEnd,
     ConstraintsFull,
     ConstraintsUnavailable,
     ConstraintTooCostly,
+    CredentialRevoked,
     InvalidRequest,
     ModelUnknown,
+    NotAuthenticated,
     QueuedTokensFull,
     QueueFull,
     QueueTimeout,
     ReaderStalled,
     RequestFailed,
+    RoleMissing,
     ServerDraining,
     SharedScopeDenied,
     TenantClosed,
@@ -130,6 +134,10 @@ _TABLE: dict[type, _Row] = {
         retry_seconds=lambda error: error.retry_after_seconds,
     ),
     RequestFailed: _Row(grpc.StatusCode.INTERNAL, "REQUEST_FAILED", _request_info),
+    NotAuthenticated: _Row(grpc.StatusCode.UNAUTHENTICATED, "CREDENTIAL_INVALID"),
+    CredentialRevoked: _Row(grpc.StatusCode.UNAUTHENTICATED, "CREDENTIAL_REVOKED"),
+    RoleMissing: _Row(grpc.StatusCode.PERMISSION_DENIED, "ROLE_MISSING"),
+    ActingRefused: _Row(grpc.StatusCode.PERMISSION_DENIED, "TENANT_NOT_ALLOWED"),
 }
 
 

@@ -21,6 +21,8 @@ from kvledger.rpc.health import HealthServicer
 from kvledger.rpc.listener import Listener, warn_of_validity
 from kvledger.rpc.services import Service, channelz_service, health_service, maker, names
 from kvledger.settings import NOWHERE, Settings
+from kvledger.tenants.authentication import Authenticator
+from kvledger.tenants.registry import Registry, Snapshot
 
 _log = structlog.get_logger(__name__)
 
@@ -40,9 +42,12 @@ class Front:
         settings: Settings,
         services: Sequence[Service],
         metrics: Metrics,
+        registry: Registry,
         keepalive: connections.Keepalive = connections.KEEPALIVE,
     ) -> None:
         """`services` are those of clients; health, reflection and channelz come by themselves.
+
+        Callers are those of the registry; who is so no more loses its calls.
 
         Raises LookupError for a method without a row in the table of doors.
         """
@@ -59,6 +64,7 @@ class Front:
             Port.CLIENTS,
             [*services, health],
             self._calls,
+            Authenticator(registry, settings.transport),
             reflects=reflects,
             connections_max=settings.max_connections,
             keepalive=keepalive,
@@ -69,10 +75,12 @@ class Front:
             Port.OPERATORS,
             [health, channelz_service()],
             self._operators_calls,
+            Authenticator(registry, settings.operators_transport),
             reflects=reflects,
             connections_max=connections.OPERATOR_CONNECTIONS_MAX,
             keepalive=keepalive,
         )
+        registry.subscribe(self._end_revoked)
         self._clients: Listener | None = None
         self._operators: Listener | None = None
 
@@ -161,6 +169,11 @@ class Front:
             hang_up(listener.address)
         # Nobody hears more of this server: what still runs is only to be cleared away.
         await asyncio.gather(*(each.stop(0) for each in listeners))
+
+    def _end_revoked(self, old: Snapshot, new: Snapshot) -> None:
+        del old  # also a token that has expired changes who its callers are
+        for calls in (self._calls, self._operators_calls):
+            calls.end_revoked(new)
 
     def _operators_address(self) -> str | None:
         asked = self._settings.operators_listen

@@ -9,10 +9,11 @@ from typing import Any, TypeAlias, TypeVar
 
 import grpc
 
-from kvledger.admission import DEV_CALLER, Admission, Ticket
+from kvledger.admission import Admission, Caller, Ticket
 from kvledger.constraints.compiler import ConstraintCompiler
 from kvledger.engine import EndReason, Engine
 from kvledger.errors import (
+    CredentialRevoked,
     ModelUnknown,
     QueueTimeout,
     ReaderStalled,
@@ -39,7 +40,6 @@ from kvledger.rpc.translation import (
 from kvledger.scopes.claims import Scopes
 from kvledger.served_model import ServedModel
 from kvledger.streams import Mail, News, Receipt
-from kvledger.tenants.tenant import Tenant
 from kvledger.tokenizer import OutputText
 from kvledger.v1 import generation_pb2, generation_pb2_grpc
 
@@ -47,9 +47,6 @@ from kvledger.v1 import generation_pb2, generation_pb2_grpc
 RECEIPT_METADATA = "kvledger-receipt-bin"
 # Longest wait for the receipt of a request that failed, in seconds.
 _RECEIPT_SECONDS = 1.0
-
-# The one tenant of a server started with --dev.
-_DEV_TENANT = Tenant(DEV_CALLER.name, DEV_CALLER.tenant)
 
 _Result = TypeVar("_Result")
 
@@ -108,7 +105,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 raise ModelUnknown
             tokenizer = self._model.tokenizer
             stop_ids = frozenset(request.stop.token_ids)
-            prompt, shared_tokens = await self._prompts.encode_shared(request, DEV_CALLER.tenant)
+            prompt, shared_tokens = await self._prompts.encode_shared(request, call.tenant.number)
             constraint = await self._constraint(request, context)
             samples = [
                 SampleStream(
@@ -125,7 +122,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 for index in range(request.samples if request.HasField("samples") else 1)
             ]
             ticket = self._admission.enter(
-                caller=DEV_CALLER,
+                caller=Caller(call.tenant),
                 prompt=prompt,
                 max_tokens=request.stop.max_tokens if request.stop.HasField("max_tokens") else None,
                 sampling=sampling_parameters(request, tokenizer.eos_ids, constraint),
@@ -135,7 +132,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 samples=len(samples),
                 prompt_logprobs=_prompt_logprobs(request),
                 scopes=self._scopes.claim(
-                    _DEV_TENANT, cache_wish(request.cache, shared_tokens), prompt
+                    call.tenant, cache_wish(request.cache, shared_tokens), prompt
                 ),
             )
             # While tokens are made for it, its mailbox says how long it may leave them.
@@ -156,11 +153,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         except grpc.aio.AbortError:
             raise
         except asyncio.CancelledError:
-            if _is_cancelled_by_caller() or call.writing_since is not None:
+            if not call.revoked and (_is_cancelled_by_caller() or call.writing_since is not None):
                 raise
             # Something that the handler waited for was cancelled; gRPC would send no status at all.
-            trailer = await stream.settle() if stream is not None else ()
-            await abort(context, ServerDraining(), trailer)
+            reason = EndReason.CANCELLED if call.revoked else EndReason.FAILED
+            trailer = await stream.settle(reason) if stream is not None else ()
+            await abort(context, CredentialRevoked() if call.revoked else ServerDraining(), trailer)
         except Exception as error:
             if call.writing_since is not None:
                 raise  # the write failed: gRPC has ended the call, or will
@@ -178,7 +176,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         # Connections of one machine are one client.
         client = context.peer().rpartition(":")[0]
         source = constraint_source(request.constraint)
-        return await self._constraints.compile(source, DEV_CALLER.tenant, client)
+        return await self._constraints.compile(source, this_call().tenant.number, client)
 
 
 def _prompt_logprobs(request: generation_pb2.GenerateRequest) -> int | None:
@@ -225,10 +223,10 @@ class _Stream:
     def _end_all(self, reason: EndReason) -> None:
         self._admission.end(self._ticket, reason)
 
-    async def settle(self) -> Metadata:
+    async def settle(self, reason: EndReason = EndReason.FAILED) -> Metadata:
         """Ends a request that failed: the receipt as trailing metadata, if there is one."""
         if not self._ended:
-            self._end_all(EndReason.FAILED)
+            self._end_all(reason)
             # The receipt comes after the step that runs. A step that takes long, or hangs, must
             # not keep the caller from its status.
             await self._within(_RECEIPT_SECONDS, self._until_ended())

@@ -7,9 +7,9 @@ from typing import Any, TypeAlias, TypeVar
 
 import grpc
 
-from kvledger.admission import DEV_CALLER
 from kvledger.errors import ModelUnknown
 from kvledger.limits import check_detokenize, check_text_fits, check_tokenize
+from kvledger.rpc.calls import this_call
 from kvledger.rpc.errors import abort
 from kvledger.rpc.prompts import PromptEncoder
 from kvledger.rpc.translation import model_message
@@ -52,7 +52,7 @@ class ModelServicer(models_pb2_grpc.ModelServiceServicer):
         async def answer() -> models_pb2.TokenizeResponse:
             check_tokenize(request)
             self._require(request.model)
-            ids = await self._prompts.encode(request, DEV_CALLER.tenant)
+            ids = await self._prompts.encode(request, this_call().tenant.number)
             return models_pb2.TokenizeResponse(token_ids=ids.tolist())
 
         return await _answered(context, answer)

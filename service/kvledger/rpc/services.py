@@ -18,9 +18,11 @@ from kvledger.rpc.calls import Calls
 from kvledger.rpc.doors import Port, check_every_method_has_a_row
 from kvledger.rpc.generation import GenerationServicer, add_to_server
 from kvledger.rpc.health import HealthServicer
+from kvledger.rpc.identity import IdentityRequired
 from kvledger.rpc.models import ModelServicer
 from kvledger.rpc.reflection import add_reflection
 from kvledger.rpc.undecodable import UndecodableRefused
+from kvledger.tenants.authentication import Authenticator
 from kvledger.v1 import generation_pb2, models_pb2, models_pb2_grpc
 
 _REFLECTION = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"]
@@ -70,6 +72,7 @@ def maker(
     port: Port,
     services: Sequence[Service],
     calls: Calls,
+    authenticator: Authenticator,
     *,
     reflects: bool,
     connections_max: int,
@@ -86,7 +89,7 @@ def maker(
     def make() -> grpc.aio.Server:
         server = grpc.aio.server(
             options=connections.options(connections_max, keepalive, max_queued=queued_max),
-            interceptors=(calls, UndecodableRefused()),
+            interceptors=(calls, IdentityRequired(authenticator), UndecodableRefused()),
         )
         for service in services:
             service.add(server)

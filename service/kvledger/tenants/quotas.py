@@ -42,7 +42,7 @@ class Quotas:
         self._queued_max = queued_max
         self._queued_tokens_max = queued_tokens_max
         self._leaving_max = queued_max + places
-        self._pool = pool
+        self.pool = pool
         self._tenants: dict[int, TenantUsage] = {}
         self._knows_tenants = False
 
@@ -52,7 +52,7 @@ class Quotas:
             _require_usable(tenant)
         if len({tenant.number for tenant in tenants}) < len(tenants):
             raise SettingRefused("two tenants have one number; give each its own")
-        return () if self._pool is None else core_shares(tenants, self._pool, more_may_come)
+        return () if self.pool is None else core_shares(tenants, self.pool, more_may_come)
 
     def set_tenants(self, tenants: Sequence[Tenant], shares: Sequence[CoreShare], now: int) -> None:
         """Sets who may enter and how much; before the first call everybody may, without limits.
@@ -102,18 +102,18 @@ class Quotas:
 
     def sequence_tokens_max(self, usage: TenantUsage, most: int) -> int:
         """Most tokens of a tenant's sequence, where anybody's has at most `most`."""
-        if usage.share is None or self._pool is None:
+        if usage.share is None or self.pool is None:
             return most
-        return min(most, usage.share.sequence_tokens_max(self._pool.slots_per_block))
+        return min(most, usage.share.sequence_tokens_max(self.pool.slots_per_block))
 
     def check_fits(self, usage: TenantUsage, tokens: int) -> None:
         """Raises InvalidRequest for a prompt that cannot enter however long it waits."""
         bounds = []
-        if usage.share is not None and self._pool is not None:
-            most = usage.share.sequence_tokens_max(self._pool.slots_per_block) - 1
+        if usage.share is not None and self.pool is not None:
+            most = usage.share.sequence_tokens_max(self.pool.slots_per_block) - 1
             blocks = usage.share.live_blocks_max
             live = usage.limits.kv_bytes_max
-            if live is not None and live // self._pool.block_bytes == blocks:
+            if live is not None and live // self.pool.block_bytes == blocks:
                 where = f"the tenant's kv_bytes_max, {live} bytes"
             else:
                 where = f"the tenant's share of the KV pool, {blocks} blocks"

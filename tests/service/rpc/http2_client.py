@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import h2.config
 import h2.connection
@@ -31,7 +32,13 @@ class Http2Client:
 
     @classmethod
     async def call(
-        cls, address: str, request: Message, path: str = GENERATE, *, closed: bool = True
+        cls,
+        address: str,
+        request: Message,
+        path: str = GENERATE,
+        *,
+        closed: bool = True,
+        metadata: Sequence[tuple[str, str | bytes]] = (),
     ) -> Http2Client:
         """Sends a request and reads nothing of the answer, which it lets nothing of through.
 
@@ -48,6 +55,7 @@ class Http2Client:
         headers = [
             *((":method", "POST"), (":scheme", "http"), (":path", path), (":authority", "test")),
             *(("content-type", "application/grpc"), ("te", "trailers")),
+            *metadata,
         ]
         http2.send_headers(client._stream, headers)
         body = request.SerializeToString()
