@@ -9,9 +9,9 @@ namespace {
 
 // What a difference counts after the next `news` uses.
 constexpr double kFading = 0.95;
-// By how many standard deviations of single blocks values must lead. Blocks of a prompt hit and
-// miss together, so these are fewer of requests.
-constexpr double kLead = 4.0;
+// By how many standard deviations of single blocks values must lead. The blocks of a prompt hit and
+// miss together, in runs of ten and more, so these are about two of what chance does to prompts.
+constexpr double kLead = 6.0;
 
 std::uint64_t one_of(std::int64_t capacity, std::int64_t blocks) {
   return std::bit_ceil(static_cast<std::uint64_t>((capacity + blocks - 1) / blocks));

@@ -87,10 +87,12 @@ void ReuseModel::renew(std::size_t index) noexcept {
   Class& of = classes_[index];
   const double more = std::pow(static_cast<double>(index + 1), kBelievedPower);
   std::array<double, kBands> hazard;
+  std::array<double, kBands> leaving;  // of the blocks that enter a band, those used in it
   for (std::size_t band = 0; band < kBands; ++band) {
     const double middle = first_age(band) + width(band) / 2 + 1;
     const double believed = more * kBelievedUses / middle;
     hazard[band] = (of.used[band] + kBeliefUses) / (of.exposed[band] + kBeliefUses / believed);
+    leaving[band] = -std::expm1(-hazard[band] * width(band));
   }
   for (std::size_t from = 0; from < kBands; ++from) {
     double unused = 1.0;
@@ -98,7 +100,7 @@ void ReuseModel::renew(std::size_t index) noexcept {
     double time = 0.0;
     double best = 0.0;
     for (std::size_t band = from; band < kBands; ++band) {
-      const double used = unused * -std::expm1(-hazard[band] * width(band));
+      const double used = unused * leaving[band];
       uses += used;
       time += used / hazard[band];
       unused -= used;

@@ -34,7 +34,7 @@ void S3FifoPolicy::leaving(CacheSlot slot, Departure how) {
   const bool was_small = small_.has(slot);
   (was_small ? small_ : main_).remove(slot);
   if (was_small && how == Departure::kEvicted) {
-    evicted_.remember(EvictedBlock{blocks_[slot].path, 0, 0, 0});
+    evicted_.remember(EvictedBlock{.path = blocks_[slot].path});
   }
 }
 
