@@ -461,51 +461,9 @@ void bind_arrivals(py::module_& module) {
            "scope, 8 writes it, 16 stays.");
 }
 
-}  // namespace
-
-void bind_engine(py::module_& module) {
-  bind_records();
-  bind_plan(module);
-  bind_report(module);
-  bind_arrivals(module);
-  py::class_<BatchView>(module, "Batch", "Ragged sequences of one step, for the KV kernels.")
-      .def(py::init(&make_batch), py::kw_only(), py::arg("query_start").noconvert(),
-           py::arg("context_length").noconvert(), py::arg("rows").noconvert(),
-           py::arg("positions").noconvert(), py::arg("block_tables").noconvert(),
-           py::keep_alive<1, 2>(), py::keep_alive<1, 3>(), py::keep_alive<1, 4>(),
-           py::keep_alive<1, 5>(), py::keep_alive<1, 6>())
-      .def_readonly("sequences", &BatchView::sequences)
-      .def_readonly("tokens", &BatchView::tokens);
-  py::class_<BoundEngine>(module, "Engine", "Sequences, blocks and books; see core/engine.h.")
-      .def(py::init(&make_engine), py::kw_only(), py::arg("blocks"), py::arg("slots_per_block"),
-           py::arg("context_tokens"), py::arg("token_budget"), py::arg("sequences_max"),
-           py::arg("end_of_text"), py::arg("aging_per_priority") = 5'000'000'000,
-           py::arg("overtakes_max") = 16, py::arg("preemptions_max") = 3,
-           py::arg("step_time_max") = 0, py::arg("step_stretch") = 0,
-           py::arg("reuses_prefixes") = false, py::arg("seed") = 0, py::arg("now"))
-      .def("plan", &plan_step, py::arg("now"), py::arg("arrivals") = py::none(),
-           py::arg("end_ids").noconvert() = py::none(),
-           py::arg("end_reasons").noconvert() = py::none(),
-           py::arg("pauses").noconvert() = py::none(), py::arg("resumes").noconvert() = py::none(),
-           "(Plan, Report) of the next step; a plan of no tokens if there is nothing to do. It is "
-           "the same Plan each time.")
-      .def("commit", &commit_step, py::arg("step"), py::arg("tokens"),
-           py::arg("offsets").noconvert(), py::arg("now"),
-           "Without offsets every sequence has one token.")
-      .def(
-          "abandon",
-          [](BoundEngine& self, std::uint64_t step, std::int64_t now) {
-            require_uncommitted(self.engine());
-            self.engine().abandon(StepId{step}, now);
-            return report_of(self.engine());
-          },
-          py::arg("step"), py::arg("now"))
-      .def(
-          "end",
-          [](BoundEngine& self, const Array<std::uint64_t>& ids, int reason, std::int64_t now) {
-            self.engine().end(as_span(ids), end_reason(reason), now);
-          },
-          py::arg("ids").noconvert(), py::arg("reason"), py::arg("now"))
+// What is of the prefix index and of tenants' shares.
+void bind_prefixes(py::class_<BoundEngine>& engine) {
+  engine
       .def(
           "set_shares",
           [](BoundEngine& self, const std::vector<ShareNumbers>& shares, std::int64_t now) {
@@ -536,7 +494,57 @@ void bind_engine(py::module_& module) {
       .def_property_readonly(
           "shareable_blocks",
           [](const BoundEngine& self) { return self.engine().shareable_blocks().value(); },
-          "Blocks that do not stay with public scopes.")
+          "Blocks that do not stay with public scopes.");
+}
+
+}  // namespace
+
+void bind_engine(py::module_& module) {
+  bind_records();
+  bind_plan(module);
+  bind_report(module);
+  bind_arrivals(module);
+  py::class_<BatchView>(module, "Batch", "Ragged sequences of one step, for the KV kernels.")
+      .def(py::init(&make_batch), py::kw_only(), py::arg("query_start").noconvert(),
+           py::arg("context_length").noconvert(), py::arg("rows").noconvert(),
+           py::arg("positions").noconvert(), py::arg("block_tables").noconvert(),
+           py::keep_alive<1, 2>(), py::keep_alive<1, 3>(), py::keep_alive<1, 4>(),
+           py::keep_alive<1, 5>(), py::keep_alive<1, 6>())
+      .def_readonly("sequences", &BatchView::sequences)
+      .def_readonly("tokens", &BatchView::tokens);
+  py::class_<BoundEngine> engine(module, "Engine",
+                                 "Sequences, blocks and books; see core/engine.h.");
+  bind_prefixes(engine);
+  engine
+      .def(py::init(&make_engine), py::kw_only(), py::arg("blocks"), py::arg("slots_per_block"),
+           py::arg("context_tokens"), py::arg("token_budget"), py::arg("sequences_max"),
+           py::arg("end_of_text"), py::arg("aging_per_priority") = 5'000'000'000,
+           py::arg("overtakes_max") = 16, py::arg("preemptions_max") = 3,
+           py::arg("step_time_max") = 0, py::arg("step_stretch") = 0,
+           py::arg("reuses_prefixes") = false, py::arg("seed") = 0, py::arg("now"))
+      .def("plan", &plan_step, py::arg("now"), py::arg("arrivals") = py::none(),
+           py::arg("end_ids").noconvert() = py::none(),
+           py::arg("end_reasons").noconvert() = py::none(),
+           py::arg("pauses").noconvert() = py::none(), py::arg("resumes").noconvert() = py::none(),
+           "(Plan, Report) of the next step; a plan of no tokens if there is nothing to do. It is "
+           "the same Plan each time.")
+      .def("commit", &commit_step, py::arg("step"), py::arg("tokens"),
+           py::arg("offsets").noconvert(), py::arg("now"),
+           "Without offsets every sequence has one token.")
+      .def(
+          "abandon",
+          [](BoundEngine& self, std::uint64_t step, std::int64_t now) {
+            require_uncommitted(self.engine());
+            self.engine().abandon(StepId{step}, now);
+            return report_of(self.engine());
+          },
+          py::arg("step"), py::arg("now"))
+      .def(
+          "end",
+          [](BoundEngine& self, const Array<std::uint64_t>& ids, int reason, std::int64_t now) {
+            self.engine().end(as_span(ids), end_reason(reason), now);
+          },
+          py::arg("ids").noconvert(), py::arg("reason"), py::arg("now"))
       .def_property_readonly(
           "sequence_tokens_max",
           [](const BoundEngine& self) { return self.engine().sequence_tokens_max(); })

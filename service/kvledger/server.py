@@ -137,11 +137,7 @@ class Server:
         self._engine.start()
         self._front.health.set_serving(True)
         try:
-            await compute_public_prefixes(self._scopes, self._admission)
-            shareable = self._engine.shareable_blocks
-            self._admission.set_pool(replace(self._model.pool, blocks=shareable))
-            TenantsFollower(self.registry, self._admission, self._scopes).start()
-            await self._front.start()
+            await self._let_tenants_in()
         except BaseException:
             self._engine.stop(_LAST_WORDS)
             self._close_metrics()
@@ -184,6 +180,13 @@ class Server:
         await self._constraints.stop()
         _log.info("stopped", open_requests=len(self._admission.open_requests))
         return BROKE if self._broke else 0
+
+    async def _let_tenants_in(self) -> None:
+        await compute_public_prefixes(self._scopes, self._admission)
+        shareable = self._engine.shareable_blocks
+        self._admission.set_pool(replace(self._model.pool, blocks=shareable))
+        TenantsFollower(self.registry, self._admission, self._scopes).start()
+        await self._front.start()
 
     def request_stop(self) -> None:
         """Drains; asked again, stops at once."""

@@ -8,6 +8,8 @@ from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import grpc
+import numpy as np
+import numpy.typing as npt
 
 from kvledger.admission import Admission, Caller, Ticket
 from kvledger.constraints.compiler import ConstraintCompiler
@@ -37,9 +39,10 @@ from kvledger.rpc.translation import (
     receipt_message,
     sampling_parameters,
 )
-from kvledger.scopes.claims import Scopes
+from kvledger.scopes.claims import ScopeClaim, Scopes
 from kvledger.served_model import ServedModel
 from kvledger.streams import Mail, News, Receipt
+from kvledger.tenants.tenant import Tenant
 from kvledger.tokenizer import OutputText
 from kvledger.v1 import generation_pb2, generation_pb2_grpc
 
@@ -105,7 +108,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 raise ModelUnknown
             tokenizer = self._model.tokenizer
             stop_ids = frozenset(request.stop.token_ids)
-            prompt, shared_tokens = await self._prompts.encode_shared(request, call.tenant.number)
+            tenant = call.tenant
+            prompt, shared_tokens = await self._prompts.encode_shared(request, tenant.number)
             constraint = await self._constraint(request, context)
             samples = [
                 SampleStream(
@@ -122,7 +126,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 for index in range(request.samples if request.HasField("samples") else 1)
             ]
             ticket = self._admission.enter(
-                caller=Caller(call.tenant),
+                caller=Caller(tenant),
                 prompt=prompt,
                 max_tokens=request.stop.max_tokens if request.stop.HasField("max_tokens") else None,
                 sampling=sampling_parameters(request, tokenizer.eos_ids, constraint),
@@ -131,9 +135,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 stop_ids=stop_ids,
                 samples=len(samples),
                 prompt_logprobs=_prompt_logprobs(request),
-                scopes=self._scopes.claim(
-                    call.tenant, cache_wish(request.cache, shared_tokens), prompt
-                ),
+                scopes=self._claim(request, tenant, prompt, shared_tokens),
             )
             # While tokens are made for it, its mailbox says how long it may leave them.
             call.at_work = lambda: not ticket.mailbox.is_over
@@ -167,6 +169,15 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         finally:
             if stream is not None:
                 stream.close()
+
+    def _claim(
+        self,
+        request: generation_pb2.GenerateRequest,
+        tenant: Tenant,
+        prompt: npt.NDArray[np.int32],
+        shared_tokens: int,
+    ) -> ScopeClaim:
+        return self._scopes.claim(tenant, cache_wish(request.cache, shared_tokens), prompt)
 
     async def _constraint(
         self, request: generation_pb2.GenerateRequest, context: _Context
