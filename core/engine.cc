@@ -110,6 +110,9 @@ bool Engine::accept(const Arrival& arrival, std::span<const Token> prompt) {
   const auto samples = static_cast<std::uint64_t>(arrival.samples);
   make_room(report_.receipts, report_.receipts.size() + sequences_.size() + 1);
   make_room(ended_, ended_.size() + sequences_.size() + samples);
+  if (arrival.scopes.stays) {
+    cache_.make_room_to_stay(staying_blocks_ + tokens / settings_.slots_per_block);
+  }
   if (arrival.scopes.has_shared) {
     ledger_.account(TenantId{arrival.scopes.shared.value()});
   }

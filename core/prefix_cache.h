@@ -107,6 +107,8 @@ class PrefixCache {
   void discard(Sequence& sequence);
   // Unpins what a sequence that gives its blocks back had pinned.
   void leave(Sequence& sequence);
+  // Makes room, so that stay() allocates nothing for so many more blocks.
+  void make_room_to_stay(std::int64_t blocks);
   // Lets the blocks of the prompt of a sequence that has ended stay, held by its shared scope.
   void stay(const Sequence& ended);
   // Blocks that stay.
@@ -150,6 +152,9 @@ class PrefixCache {
   std::optional<PrefixNode> find(const Sequence& sequence, std::int64_t index, ScopeId scope);
   std::optional<PrefixNode> place(const Sequence& sequence, std::int64_t index, ScopeId scope);
   std::int64_t take_out();
+  // Blocks that shared scopes may still come to hold: they stand in nobody's guarantee.
+  BlockCount room_of_scopes() const noexcept;
+  bool may_give(const Sequence& sequence) const noexcept;
   // Cached blocks of an owner that lie in its own guarantee: others cannot have them.
   BlockCount protected_of(const PoolShare& share) const noexcept;
   // Evicts one for somebody who needs room; false if there is none to evict.

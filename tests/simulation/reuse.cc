@@ -239,6 +239,9 @@ void ReuseSimulator::check_shares() const {
           std::max<std::int64_t>(0, share.guaranteed.value() - live - statement.cached.value());
     }
   }
+  for (const std::uint32_t scope : {kGroup, kPublic}) {
+    spoken_for += engine_.ledger().statement(TenantId{scope}).held.value();
+  }
   expect(spoken_for <= settings_.blocks.value(), "somebody holds what another has guaranteed");
   expect(engine_.ledger().free().value() >= sealed, "others' blocks lie in a sealed share");
 }
