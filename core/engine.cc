@@ -308,6 +308,9 @@ void Engine::keep_computed(Sequence& sequence) {
 
 std::int64_t Engine::purge(ScopeId scope, Nanoseconds now) {
   ledger_.advance(now);
+  for (const auto& [id, sequence] : sequences_) {
+    cache_.end_scope(*sequence, scope);
+  }
   return cache_.purge(scope);
 }
 

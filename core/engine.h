@@ -97,7 +97,8 @@ class Engine {
   std::int64_t sequence_tokens_max(TenantId tenant) const noexcept;
 
   // Takes everything out of the prefix index that is in a scope or below it; how many blocks. Those
-  // that sequences have stay with them alone. Allocates nothing.
+  // that sequences have stay with them alone, and requests that are here already neither find nor
+  // leave anything there any more. Allocates nothing.
   std::int64_t purge(ScopeId scope, Nanoseconds now);
 
   // What changed since the last call, by whatever was called between. Valid until the next call.

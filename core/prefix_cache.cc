@@ -439,6 +439,22 @@ void PrefixCache::keep_within_shares() {
   }
 }
 
+void PrefixCache::end_scope(Sequence& sequence, ScopeId scope) const noexcept {
+  PrefixScopes& scopes = sequence.scopes;
+  if (scopes.own == scope) {
+    scopes.keeps = scopes.reuses = false;
+  }
+  if (scopes.has_shared && scopes.shared == scope) {
+    scopes.has_shared = false;
+    if (sequence.state == Sequence::State::kRunning) {
+      sequence.path_ends = true;  // its way to its own scope leads through the shared one
+    } else {
+      sequence.path.clear();
+      sequence.own_from = 0;
+    }
+  }
+}
+
 std::int64_t PrefixCache::purge(ScopeId scope) {
   if (!is_on()) {
     return 0;

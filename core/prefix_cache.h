@@ -124,6 +124,9 @@ class PrefixCache {
   // Evicts what tenants have cached beyond their shares, and where sealed tenants' blocks belong.
   void keep_within_shares();
 
+  // Lets a sequence neither find nor leave anything in `scope` any more; of a shared one it goes on
+  // in its own.
+  void end_scope(Sequence& sequence, ScopeId scope) const noexcept;
   // Takes everything out that is in `scope` or below it; how many blocks that were.
   std::int64_t purge(ScopeId scope);
 

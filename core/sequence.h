@@ -109,7 +109,8 @@ struct Sequence {
   TableRow row;
   Reservation reservation;
 
-  const PrefixScopes scopes;
+  // Loses what was purged.
+  PrefixScopes scopes;
   // Of its first blocks. While it waits they are only what was found when it was last looked at.
   std::vector<PathEntry> path;
   // The first block that lies in its own scope.

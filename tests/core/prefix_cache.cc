@@ -229,6 +229,25 @@ TEST_CASE("a purge lets nobody begin with what it took, and takes nothing from w
   CHECK(driver.blocks(BlockState::kFree) == 60);
 }
 
+TEST_CASE("who came before a purge neither finds nor leaves anything in its scope afterwards") {
+  // If this fails, requests on their way share what a leaver may no longer see.
+  EngineDriver driver(reusing(60));
+  driver.manner = of(kAnna, kAnnas);
+  driver.manner.scopes.has_shared = driver.manner.scopes.writes_shared = true;
+  driver.manner.scopes.shared = kGroup;
+  driver.manner.scopes.shared_tokens = 12;
+  for (std::uint64_t id = 1; id <= 6; ++id) {  // two of them wait
+    driver.accept(id, tokens(16), 2);
+  }
+  driver.steps(1, 10);
+  driver.engine.purge(kGroup, driver.now);
+  driver.run_out(100, 10);
+  CHECK(driver.engine.ledger().statement(TenantId{kGroup.value()}).cached == BlockCount{0});
+  for (std::uint64_t id = 5; id <= 6; ++id) {
+    CHECK(driver.receipt(id).reused_shared == 0);
+  }
+}
+
 TEST_CASE("blocks of a request whose logits were unusable are given to nobody") {
   // If this fails, one bad step makes every later request with that beginning fail.
   EngineDriver driver(reusing(60));
