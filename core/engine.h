@@ -63,7 +63,7 @@ class Engine {
 
   // Takes in one new request, with ids never used before. False, with a refusal in the report,
   // if it could never run: an empty prompt, or one that leaves no room for a token. Blocks stay
-  // (prefix_scopes.h) only of requests that come while there are no others, and of half the pool.
+  // (PrefixScopes) only of requests that come while there are no others, and of half the pool.
   bool accept(const Arrival& arrival, std::span<const Token> prompt);
 
   // Plans the next step; the plan is valid until the next call.

@@ -29,9 +29,10 @@ PrefixCache::PrefixCache(const PrefixCacheSettings& settings, std::int64_t slots
   index.capacity = blocks;
   index.block_tokens = slots_per_block;
   index.seed = settings.seed;
-  index_.emplace(index, [](CachedBlocks& cached, std::int64_t capacity) {
-    return std::make_unique<ReusePolicy>(cached, capacity);
-  });
+  index_.emplace(index,
+                 [growth = settings.cost_growth](CachedBlocks& cached, std::int64_t capacity) {
+                   return std::make_unique<ReusePolicy>(cached, capacity, growth);
+                 });
   freed_.reserve(static_cast<std::size_t>(blocks));
   pinned_.reserve(static_cast<std::size_t>(blocks));
 }

@@ -38,6 +38,9 @@ struct PrefixCacheSettings {
   // False keeps and finds nothing.
   bool on = false;
   std::uint64_t seed = 0;
+  // How much more a block costs to compute than the one before it, of what the first one costs
+  // (reuse_policy.h); 0 takes all for the same.
+  double cost_growth = 0.0;
 };
 
 // What a sequence could begin with.

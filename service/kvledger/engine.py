@@ -120,13 +120,15 @@ def make_core(
     tpot_target: float | None,
     step_stretch: float,
     prefix_reuse: bool = True,
+    cost_growth: float = 0.0,
 ) -> CoreEngine:
     """Scheduler, pool and ledger for one model.
 
     `priority_aging` is the seconds of waiting that one level of priority is worth; `tpot_target`
     (seconds) and `step_stretch` (times the step of decoding alone, 0 for no limit) say how long a
     step may become by prompts; `prefix_reuse` whether computed blocks are kept for others of their
-    scopes; the others are counts of blocks and tokens, and the ids that end a
+    scopes; `cost_growth` how much more each token costs to compute than the one before it, of what
+    the first one costs; the others are counts of blocks and tokens, and the ids that end a
     text.
     """
     return CoreEngine(
@@ -140,6 +142,7 @@ def make_core(
         step_time_max=round((tpot_target or 0.0) * 1e9),
         step_stretch=round(step_stretch * 1000),
         reuses_prefixes=prefix_reuse,
+        cost_growth=cost_growth,
         # Where things lie in the index must not be known to who chooses the tokens.
         seed=secrets.randbits(64),
         now=time.monotonic_ns(),
