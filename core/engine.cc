@@ -356,7 +356,7 @@ void Engine::end_sequence(Sequence& sequence, EndReason reason) {
   if (sequence.scopes.stays) {
     --staying_requests_;
     staying_blocks_ -= sequence.prompt_count / settings_.slots_per_block;
-    if (reason <= EndReason::kContext) {
+    if (reason <= EndReason::kContext && !uncommitted_) {  // else a step may still write there
       cache_.stay(sequence);
     }
   }

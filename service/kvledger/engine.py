@@ -185,6 +185,7 @@ class Engine:
         self._pauses: dict[int, bool] = {}  # what was asked last, by sequence
         self._purges: list[int] = []
         self._shares: list[CoreShare] | None = None  # set last, and not taken yet
+        self._shares_set: list[CoreShare] = []
         self._stopping = False
         self._died = False
         self._open: dict[int, _Open] = {}
@@ -282,7 +283,9 @@ class Engine:
     def set_shares(self, shares: Sequence[CoreShare]) -> None:
         """Sets what tenants may have of the pool, before the next step is planned."""
         with self._wakeup:
-            self._shares = list(shares)
+            if list(shares) == self._shares_set:
+                return
+            self._shares = self._shares_set = list(shares)
             self._wakeup.notify()
 
     def purge(self, scopes: Sequence[int]) -> None:
