@@ -77,6 +77,12 @@ class RecordingCore:
         return self.core.audit()
 
     @property
+    def in_use(self) -> int:
+        """Blocks that somebody has: cached ones go to whoever needs room."""
+        states = self.balances
+        return sum(states.values()) - states["free"] - states["cached"]
+
+    @property
     def shareable_blocks(self) -> int:
         return self.core.shareable_blocks
 

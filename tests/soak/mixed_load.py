@@ -203,7 +203,7 @@ class Load:
             verdict.wrong.append(f"{log.entered} entered, {verdict.receipts} receipts")
         if wrong := core.audit():
             verdict.wrong.append(wrong)
-        if core.balances["free"] != sum(core.balances.values()):
+        if core.in_use:
             verdict.wrong.append(f"blocks are not free: {core.balances}")
         log.wrong, core.audits = [], []
 

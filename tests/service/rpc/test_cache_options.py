@@ -44,6 +44,7 @@ async def server(jobs: list[Job], tmp_path: Path) -> AsyncIterator[ServerHarness
         *("--public-system", f"system={tmp_path / 'system'}"),
     )
     async with serving(*files) as server:
+        jobs.clear()  # the server's own, which compute the public prefixes
         server.server._scopes.change_members(MembershipList({"dev": 1}, {"team": ["dev"]}))
         yield server
 
