@@ -7,6 +7,7 @@ receipts, so every request that was admitted counts once, when it has ended.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import structlog
 
@@ -63,7 +64,7 @@ class PrefixMetrics:
             SOURCES,
         )
         for name, key, meaning in _COUNTS:
-            metrics.watch_count(name, meaning, lambda key=key: counts().get(key, 0))
+            metrics.watch_count(name, meaning, partial(self._count, key))
         metrics.watch("kvledger_prefix_scopes", "Scopes of prefixes that are known.", scopes)
 
     def request_ended(self, receipt: Receipt, shares_public: bool) -> None:
@@ -83,9 +84,12 @@ class PrefixMetrics:
             left -= counted
             self._prompt_tokens.labels(source).inc(counted)
 
+    def _count(self, key: str) -> int:
+        return self._counts().get(key, 0)
+
     def look(self) -> None:
         """Says in the log if the index has ever named a block of somebody else's; call it often."""
-        foreign = self._counts().get("foreign", 0)
+        foreign = self._count("foreign")
         if foreign > self._foreign:
             _log.error(
                 "prefix_foreign_blocks",

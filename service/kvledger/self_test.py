@@ -1,7 +1,7 @@
 """What is tried before anybody is served.
 
-One token from a model, without a server: what `kvledger doctor` proves. And one prompt twice, before
-a server begins: the second time must begin with what the first one left.
+One token from a model, without a server: what `kvledger doctor` proves. And one prompt twice,
+before a server begins: the second time must begin with what the first one left.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def generate_one_token(settings: Settings) -> int | None:
 def warn_unless_reused(settings: Settings, model: ServedModel) -> None:
     """Says in the log if `--prefix-reuse` is on and nothing is found again, with the reason.
 
-    The core must not be driven by anybody else yet. It costs a block and some tokens, computed once.
+    The core must not be driven by anybody else yet. It costs a block of tokens, computed once.
     """
     if not settings.reuses_prefixes:
         return

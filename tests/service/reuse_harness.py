@@ -24,7 +24,10 @@ from kvledger.v1 import generation_pb2 as pb
 # Tokens of a block.
 BLOCK = 8
 _OPTIONS = (
-    *("--block-tokens", "16"),  # as bf16 counts them: of f32, which these servers keep, half as many
+    *(
+        "--block-tokens",
+        "16",
+    ),  # as bf16 counts them: of f32, which these servers keep, half as many
     *("--kv-blocks", "64", "--token-budget", "32", "--max-sequences", "8", "--threads", "1"),
 )
 
@@ -173,4 +176,3 @@ async def reusing_tenants(
 
 def set_group(tenants: TenantsOfTest, name: str, *members: str) -> None:
     tenants.change(lambda values: editing.set_list(values, "groups", name, members))
-

@@ -11,6 +11,7 @@ import grpc
 import pytest
 import pytest_asyncio
 from reuse_harness import BLOCK, NONE, ReuseServer, found, prompt, reusing
+from scripted_model import PATIENCE
 from server_harness import Answer, until
 
 from kvledger.v1 import generation_pb2 as pb
@@ -30,7 +31,7 @@ def call(server: ReuseServer, ids: list[int], max_tokens: int, **fields: Any) ->
         stop=pb.StopOptions(max_tokens=max_tokens, ignore_eos=True),
         output=pb.OutputOptions(token_ids=True),
     )
-    return server.generation.Generate(message, **fields)
+    return server.generation.Generate(message, **{"timeout": PATIENCE, **fields})
 
 
 async def test_what_a_cancelled_request_had_computed_stays(server: ReuseServer) -> None:
@@ -69,7 +70,7 @@ async def test_a_warm_request_that_ends_early_gives_all_back(server: ReuseServer
     cold = await server.ids(PROMPT)
     cached = server.core.balances["cached"]
     gate = server.gate()
-    stream = call(server, PROMPT, 300, timeout=0.5 if how == "deadline" else None)
+    stream = call(server, PROMPT, 300, timeout=0.5 if how == "deadline" else PATIENCE)
     gate.let(4)
     await until(lambda: gate.arrived == 5)
     assert server.core.balances["held"] >= 20
@@ -81,9 +82,7 @@ async def test_a_warm_request_that_ends_early_gives_all_back(server: ReuseServer
     gate.open()
     await server.require_nothing_held()
     assert server.core.balances["cached"] >= cached
-    (line,) = [
-        line for line in server.log.of("request_finished") if line["reason"] == "cancelled"
-    ]
+    (line,) = [line for line in server.log.of("request_finished") if line["reason"] == "cancelled"]
     assert line["reused_own_tokens"] >= 20 * BLOCK
     assert line["recomputed_tokens"] == 0
     # All of the pool is there for somebody else.

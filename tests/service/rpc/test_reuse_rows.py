@@ -63,9 +63,7 @@ async def test_two_hundred_conversations_keep_their_own_words() -> None:
     """A conversation that had ended would come back in another one (B11, B14)."""
     async with reusing("--kv-blocks", "40") as server:
         ids = {name: prompt(f"chat {name}", 2 * BLOCK + name % BLOCK) for name in range(64)}
-        reference = {
-            name: (await server.ids(ids[name], cache=NONE)).token_ids for name in ids
-        }
+        reference = {name: (await server.ids(ids[name], cache=NONE)).token_ids for name in ids}
         places = asyncio.Semaphore(2)
 
         async def ask(name: int) -> None:
