@@ -12,9 +12,10 @@ import pytest
 import pytest_asyncio
 from reuse_harness import BLOCK, NONE, ReuseServer, found, prompt, reusing
 from scripted_model import PATIENCE
-from server_harness import Answer, until
+from server_harness import Answer, Proxy, connection, until
 
 from kvledger.v1 import generation_pb2 as pb
+from kvledger.v1 import generation_pb2_grpc
 
 PROMPT = prompt("p", 20 * BLOCK + 3)
 
@@ -90,6 +91,30 @@ async def test_a_warm_request_that_ends_early_gives_all_back(server: ReuseServer
     assert big.reason == "CONTEXT"
     assert (await server.ids(PROMPT)).token_ids == cold.token_ids
     await server.require_nothing_held()
+
+
+async def test_warm_lines_that_are_cut(server: ReuseServer) -> None:
+    """Each lost client would leave blocks pinned, or harm those who begin with the same ones (B81,
+    B83)."""
+    reference = (await server.ids(PROMPT, max_tokens=60)).token_ids
+    others = [asyncio.create_task(server.ids(PROMPT, max_tokens=60)) for _ in range(3)]
+    async with Proxy.before(server.server.port) as proxy:
+        for count in range(30):
+            async with connection(proxy.address) as channel:
+                stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)  # type: ignore[no-untyped-call]
+                message = pb.GenerateRequest(
+                    token_ids=pb.TokenIds(ids=PROMPT),
+                    stop=pb.StopOptions(max_tokens=300, ignore_eos=True),
+                )
+                message.output.final_only = count % 2 == 1
+                stream = stub.Generate(message, timeout=PATIENCE)
+                for _ in range(1 if message.output.final_only else 3):
+                    await stream.read()
+                proxy.reset()
+    assert [answer.token_ids for answer in await asyncio.gather(*others)] == [reference] * 3
+    await server.require_nothing_held()
+    assert server.log.reasons.count("cancelled") >= 25
+    assert (await server.ids(PROMPT, max_tokens=60)).token_ids == reference
 
 
 async def test_a_step_that_fails_leaves_nothing_that_is_wrong(server: ReuseServer) -> None:
