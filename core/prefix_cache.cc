@@ -75,7 +75,6 @@ PrefixMatch PrefixCache::match(Sequence& waiting) {
     waiting.path.clear();
     return match;
   }
-  ++counts_.lookups;
   revise(waiting);
   while (extend(waiting)) {
   }
@@ -167,6 +166,12 @@ BlockId PrefixCache::adopt(Sequence& sequence, std::int64_t index) {
   entry.stamp = pool_.join(sequence.account, block);
   count(sequence, index, slots_per_block_);
   return block;
+}
+
+void PrefixCache::count_lookup(const Sequence& admitted) noexcept {
+  if (is_on() && admitted.scopes.reuses && !admitted.admitted_before) {
+    ++counts_.lookups;
+  }
 }
 
 void PrefixCache::count(Sequence& sequence, std::int64_t index, std::int64_t tokens) {

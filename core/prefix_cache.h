@@ -55,6 +55,7 @@ struct PrefixMatch {
 
 // How much was found and kept, all together.
 struct PrefixCounts {
+  // Sequences that were admitted with what the index had for them, much or nothing.
   std::uint64_t lookups = 0;
   std::uint64_t reused_tokens = 0;
   std::uint64_t inserted = 0;
@@ -82,6 +83,9 @@ class PrefixCache {
   void unpin_source(const PrefixMatch& match);
   BlockId source_of(const PrefixMatch& match) const { return *index_->block_of(match.source); }
   void count_tail(Sequence& sequence, const PrefixMatch& match);
+  // Counts a sequence that is about to be admitted for the first time: however often it was
+  // matched while it waited, it looked once.
+  void count_lookup(const Sequence& admitted) noexcept;
   // Whether somebody has computed the next block of a running sequence whose whole blocks are all
   // known meanwhile; adopt_next() takes it.
   bool has_next(const Sequence& running);

@@ -423,6 +423,9 @@ void Scheduler::begin(const Candidate& candidate, Nanoseconds now, StepPlan& pla
   if (cache_.available(sequence.tenant) <= needed + BlockCount{match.cached}) {
     match.tail = 0;  // its source may be the very block that has to go
   }
+  if (candidate.source == nullptr) {
+    cache_.count_lookup(sequence);
+  }
   run(sequence, now, candidate.shared, whole + match.tail, report);
   blocks_.begin_with(sequence, match, plan);
   if (match.tail > 0) {

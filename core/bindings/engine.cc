@@ -58,10 +58,18 @@ struct Report {
   std::int64_t running = 0;
   std::int64_t waiting = 0;
   Balances balances;
+  PrefixCounts prefixes;
 };
 
 Report report_of(Engine& engine) {
-  return {engine.take_report(), engine.running(), engine.waiting(), engine.ledger().balances()};
+  return {engine.take_report(), engine.running(), engine.waiting(), engine.ledger().balances(),
+          engine.prefix_counts()};
+}
+
+py::dict counts_of(const PrefixCounts& counts) {
+  return py::dict("lookups"_a = counts.lookups, "reused_tokens"_a = counts.reused_tokens,
+                  "inserted"_a = counts.inserted, "evicted"_a = counts.evicted,
+                  "mismatches"_a = counts.mismatches, "foreign"_a = counts.foreign);
 }
 
 // A view of records that live as long as `report`; one for all where there are none.
@@ -413,7 +421,10 @@ void bind_report(py::module_& module) {
       .def_readonly("running", &Report::running)
       .def_readonly("waiting", &Report::waiting)
       .def_property_readonly("balances", &balances_of,
-                             "int64 [5]: blocks free, reserved, held, cached, releasing");
+                             "int64 [5]: blocks free, reserved, held, cached, releasing")
+      .def_property_readonly(
+          "prefix_counts", [](const Report& r) { return counts_of(r.prefixes); },
+          "What the prefix index found, kept and dropped, since the start; core/prefix_cache.h.");
 }
 
 template <class T>
@@ -487,12 +498,7 @@ void bind_prefixes(py::class_<BoundEngine>& engine) {
           "Nobody finds the blocks of these scopes any more; how many blocks these were.")
       .def_property_readonly(
           "prefix_counts",
-          [](const BoundEngine& self) {
-            const PrefixCounts counts = self.engine().prefix_counts();
-            return py::dict("lookups"_a = counts.lookups, "reused_tokens"_a = counts.reused_tokens,
-                            "inserted"_a = counts.inserted, "evicted"_a = counts.evicted,
-                            "mismatches"_a = counts.mismatches, "foreign"_a = counts.foreign);
-          })
+          [](const BoundEngine& self) { return counts_of(self.engine().prefix_counts()); })
       .def_property_readonly(
           "shareable_blocks",
           [](const BoundEngine& self) { return self.engine().shareable_blocks().value(); },

@@ -129,19 +129,22 @@ class Admission:
         pool: PoolShape | None = None,
         set_shares: Callable[[Sequence[CoreShare]], None] = lambda shares: None,
         on_refusal: Callable[[str], None] = lambda reason: None,
+        on_receipt: Callable[[Receipt, bool], None] = lambda receipt, shares_public: None,
     ) -> None:
         """`context_tokens` is the model's context window, `queued_max` the most that may wait.
 
         `places` is how many sequences may run at once. `queued_tokens_max` are the prompt tokens
         that may wait over all tenants. With a `pool`, `set_shares` is told what tenants may have of
         it whenever that changes. `on_refusal` is told why a request did not enter: one of
-        metrics.REFUSALS.
+        metrics.REFUSALS. `on_receipt` is told each receipt, and whether what the request shares is
+        a public prefix.
         """
         self._engine = engine
         self._context_tokens = context_tokens
         self._quotas = Quotas(queued_max, queued_tokens_max, places, pool)
         self._set_shares = set_shares
         self._on_refusal = on_refusal
+        self._on_receipt = on_receipt
         self._mailboxes = mailboxes
         self._next_sequence = 1
         self._entries: dict[int, _Entry] = {}
@@ -181,6 +184,7 @@ class Admission:
         }
         self._turn_meter()
         for usage in self._quotas.all():
+            self._end_what_fits_no_more(usage)
             self._release(usage)
 
     def check_tenants(self, tenants: Iterable[Tenant], more_may_come: bool = True) -> None:
@@ -306,6 +310,16 @@ class Admission:
             self._quotas.usage.move(self._entries[sequence].place, Phase.WAITING)
             self._engine.submit(job)
 
+    def _end_what_fits_no_more(self, usage: TenantUsage) -> None:
+        """Ends what waits at the door and is longer than its tenant's new limits let it be."""
+        most = self._tokens_max(usage)
+        # All of them first: the end of one lets others go on to the core.
+        unfit = [job for job in usage.held.values() if len(job.prompt) >= most]
+        for job in unfit:
+            del usage.held[job.sequence]
+        for job in unfit:
+            self._end_unheard(job, EndReason.CONTEXT)
+
     def end(self, ticket: Ticket, reason: EndReason) -> None:
         """Ends a request before its time; its place in the queue is free at once.
 
@@ -358,6 +372,8 @@ class Admission:
         entry = self._entries.pop(sequence)
         place, usage = entry.place, entry.place.usage
         entry.scopes.release()
+        if receipt is not None:
+            self._on_receipt(receipt, entry.scopes.shares_public)
         self._quotas.usage.move(place, None)
         usage.note_finish(time.monotonic())
         if self._metered:

@@ -186,6 +186,7 @@ class Engine:
         self._purges: list[int] = []
         self._shares: list[CoreShare] | None = None  # set last, and not taken yet
         self._shares_set: list[CoreShare] = []
+        self._shares_wait = False  # for what came before them, since the last look
         self._stopping = False
         self._died = False
         self._open: dict[int, _Open] = {}
@@ -214,6 +215,12 @@ class Engine:
         if report is None:
             return {}
         return dict(zip(BLOCK_STATES, report.balances.tolist(), strict=True))
+
+    @property
+    def prefix_counts(self) -> dict[str, int]:
+        """The core's PrefixCounts after the last step, for any thread; empty before the first."""
+        report = self._last_report
+        return {} if report is None else report.prefix_counts
 
     @property
     def alive(self) -> bool:
@@ -436,6 +443,11 @@ class Engine:
             pauses, self._pauses = self._pauses, {}
             purges, self._purges = self._purges, []
             shares, self._shares = self._shares, None
+            if shares is not None and arrivals and not self._shares_wait:
+                # What came before them was let in by the shares of its time: the core takes it
+                # first, and ends it then if it can never fit.
+                self._shares, shares = shares, None
+            self._shares_wait = self._shares is not None
             if ends and arrivals:
                 # A job that ends before the core has seen it must arrive first: ends that name an
                 # arrival of this very moment wait for the next step.

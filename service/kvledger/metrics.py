@@ -7,7 +7,7 @@ metric has a label whose values a client chooses.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from prometheus_client import (
     CollectorRegistry,
@@ -16,7 +16,7 @@ from prometheus_client import (
     ProcessCollector,
     disable_created_metrics,
 )
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 # A second series for each counter, about when it was made, that nobody charts.
@@ -96,6 +96,20 @@ class Metrics:
         """The same with one value for each value of a label, all of them of one moment."""
         self.registry.register(_Watched(name, meaning, label, values))
 
+    def watch_count(self, name: str, meaning: str, value: Callable[[], float]) -> None:
+        """A counter that somebody else keeps, asked for at every scrape; from another thread.
+
+        `name` is without `_total`.
+        """
+        self.registry.register(_WatchedCount(name, meaning, value))
+
+    def counter(self, name: str, meaning: str, label: str, values: Sequence[str]) -> Counter:
+        """A counter for each value of a label, all there from the start."""
+        counter = Counter(name, meaning, [label], registry=self.registry)
+        for value in values:
+            counter.labels(value)
+        return counter
+
 
 class _Watched(Collector):
     """Values of one moment; separate gauges could be read across a step."""
@@ -115,3 +129,18 @@ class _Watched(Collector):
         for label, value in self._values().items():
             family.add_metric([label], value)
         return [family]
+
+
+class _WatchedCount(Collector):
+    """A count that only goes up, kept elsewhere."""
+
+    def __init__(self, name: str, meaning: str, value: Callable[[], float]) -> None:
+        self._name, self._meaning, self._value = name, meaning, value
+
+    def describe(self) -> Iterable[CounterMetricFamily]:
+        """The metric without a value, so that registering asks for none."""
+        return [CounterMetricFamily(self._name, self._meaning)]
+
+    def collect(self) -> Iterable[CounterMetricFamily]:
+        """The count now."""
+        return [CounterMetricFamily(self._name, self._meaning, value=self._value())]

@@ -6,7 +6,7 @@ import structlog
 
 from kvledger.admission import Admission, Caller
 from kvledger.engine import EndReason
-from kvledger.errors import SettingRefused
+from kvledger.errors import InvalidRequest, SettingRefused
 from kvledger.sampling import SamplingParameters
 from kvledger.scopes.claims import Scopes, StartJob
 from kvledger.tenants.tenant import Tenant
@@ -25,24 +25,31 @@ async def compute_public_prefixes(scopes: Scopes, admission: Admission) -> None:
 
 
 async def _compute(job: StartJob, admission: Admission) -> None:
-    ticket = admission.enter(
-        Caller(_SERVER),
-        prompt=job.prompt,
-        max_tokens=1,
-        sampling=SamplingParameters(),
-        priority=0,
-        ignore_eos=True,
-        scopes=job.claim,
-    )
+    try:
+        ticket = admission.enter(
+            Caller(_SERVER),
+            prompt=job.prompt,
+            max_tokens=1,
+            sampling=SamplingParameters(),
+            priority=0,
+            ignore_eos=True,
+            scopes=job.claim,
+        )
+    except InvalidRequest:  # those before it left too few blocks
+        raise _does_not_fit(job) from None
     news = None
     while news is None or not news.is_last:
         if (arrival := ticket.mailbox.arrival()) is not None:
             await arrival
         _, news = ticket.mailbox.take()
     if news.refused or news.receipt is None:
-        raise SettingRefused(
-            f"public prefix {job.name}: {len(job.prompt)} tokens do not fit, public prefixes may "
-            f"take half of the KV pool; shorten it, or raise --kv-bytes"
-        )
+        raise _does_not_fit(job)
     if news.receipt.end_reason is EndReason.FAILED:
         raise SettingRefused(f"public prefix {job.name}: it could not be computed; see the log")
+
+
+def _does_not_fit(job: StartJob) -> SettingRefused:
+    return SettingRefused(
+        f"public prefix {job.name}: {len(job.prompt)} tokens do not fit, public prefixes may "
+        f"take half of the KV pool; shorten it, or raise --kv-bytes"
+    )

@@ -1,14 +1,32 @@
-"""One token from a model, without a server: what `kvledger doctor` proves."""
+"""What is tried before anybody is served.
+
+One token from a model, without a server: what `kvledger doctor` proves. And one prompt twice,
+before a server begins: the second time must begin with what the first one left.
+"""
 
 from __future__ import annotations
 
 import queue
 import time
+from typing import Any
 
-from kvledger.engine import Engine, Job, StepOutcome
+import numpy as np
+import structlog
+
+from kvledger.engine import EndReason, Engine, Job, StepOutcome
 from kvledger.sampling import Sampler, SamplingParameters
-from kvledger.served_model import load
+from kvledger.scopes import PrefixScopes
+from kvledger.served_model import ServedModel, load
 from kvledger.settings import Settings
+
+_log = structlog.get_logger(__name__)
+
+# Numbers that nobody else is ever given: of the first request, of a tenant, of a scope.
+_FIRST_SEQUENCE = 2**63
+_TENANT = 2**31 - 2
+_SCOPE = 0
+# How long the core may take to forget what was tried, in seconds.
+_FORGET_SECONDS = 5.0
 
 
 def generate_one_token(settings: Settings) -> int | None:
@@ -48,3 +66,75 @@ def generate_one_token(settings: Settings) -> int | None:
         return None
     finally:
         engine.stop()
+
+
+def warn_unless_reused(settings: Settings, model: ServedModel) -> None:
+    """Says in the log if `--prefix-reuse` is on and nothing is found again, with the reason.
+
+    The core must not be driven by anybody else yet. It costs a block of tokens, computed once.
+    """
+    if not settings.reuses_prefixes:
+        return
+    reason = _why_nothing_is_reused(settings, model)
+    if reason is not None:
+        _log.warning("prefix_reuse_finds_nothing", reason=reason)
+
+
+def _why_nothing_is_reused(settings: Settings, model: ServedModel) -> str | None:
+    slots = model.pool.slots_per_block
+    if slots + 1 >= model.tokens_max:
+        return (
+            f"a block has {slots} tokens and prompts at most {model.tokens_max - 1}: whole blocks "
+            f"are reused, and the last token never; lower --block-tokens, or raise --kv-bytes"
+        )
+    outcomes: queue.SimpleQueue[StepOutcome | None] = queue.SimpleQueue()
+    engine = Engine(
+        model.core,
+        model.llama,
+        Sampler(settings.sequences_max, settings.instruction_set),
+        publish=outcomes.put,
+        on_death=lambda: outcomes.put(None),
+    )
+    letters = model.tokenizer.encode_text("The same words, said twice. ")
+    prompt = np.resize(letters, slots + 1).astype(np.int32)
+    engine.start()
+    try:
+        for sequence in (_FIRST_SEQUENCE, _FIRST_SEQUENCE + 1):
+            engine.submit(
+                Job(
+                    sequence=sequence,
+                    tenant=_TENANT,
+                    prompt=prompt,
+                    arrived_at=time.monotonic_ns(),
+                    max_tokens=1,
+                    sampling=SamplingParameters(),
+                    scopes=PrefixScopes(own=_SCOPE),
+                )
+            )
+            receipt = _next_receipt(outcomes)
+            if receipt is None or receipt["end_reason"] == EndReason.FAILED:
+                return "a prompt could not be computed; see the log"
+        _forget(engine)
+    finally:
+        engine.stop()
+    found = int(receipt["reused_own"])
+    if found < slots:
+        return f"a prompt of {slots + 1} tokens, sent twice, began with {found} of them"
+    return None
+
+
+def _next_receipt(outcomes: queue.SimpleQueue[StepOutcome | None]) -> Any:
+    """The next receipt; None if the core refuses the request or the engine ends."""
+    while (outcome := outcomes.get()) is not None:
+        if outcome.report.receipts.size:
+            return outcome.report.receipts[0]
+        if outcome.report.refusals.size:
+            return None
+    return None
+
+
+def _forget(engine: Engine) -> None:
+    engine.purge([_SCOPE])
+    deadline = time.monotonic() + _FORGET_SECONDS
+    while engine.blocks["cached"] and time.monotonic() < deadline:
+        time.sleep(0.001)

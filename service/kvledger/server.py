@@ -24,6 +24,7 @@ from kvledger.engine import Engine, StepOutcome
 from kvledger.errors import SettingRefused
 from kvledger.metrics import Metrics
 from kvledger.metrics_listener import MetricsListener
+from kvledger.prefix_metrics import PrefixMetrics
 from kvledger.public_prefixes import compute_public_prefixes
 from kvledger.rpc.connections import KEEPALIVE, Keepalive
 from kvledger.rpc.front import Front
@@ -67,6 +68,10 @@ class Server:
         self.registry = settings.registry(self._metrics.tenants_kept)
         sampler = Sampler(settings.sequences_max, settings.instruction_set)
         self._engine = Engine(model.core, model.llama, sampler, self._publish, self._engine_died)
+        self._scopes = _scopes_of(settings, model, self._engine)
+        self._prefix_metrics = PrefixMetrics(
+            self._metrics, lambda: self._engine.prefix_counts, lambda: len(self._scopes)
+        )
         self._admission = Admission(
             self._engine,
             model.config.context_tokens,
@@ -77,10 +82,10 @@ class Server:
             pool=model.pool,
             set_shares=self._engine.set_shares,
             on_refusal=self._metrics.refused,
+            on_receipt=self._prefix_metrics.request_ended,
         )
         self._prompts = PromptEncoder(model.tokenizer, settings.max_queued)
         self._constraints = ConstraintCompiler(model.tokenizer)
-        self._scopes = _scopes_of(settings, model, self._engine)
         self._watch_metrics()
         self._front = Front(
             settings,
@@ -252,6 +257,7 @@ class Server:
                 self._front.health.set_serving(serving)
                 _log.warning("health_changed", serving=serving)
                 previous = serving
+            self._prefix_metrics.look()
             await asyncio.sleep(_HEALTH_INTERVAL)
 
     async def _watch_front(self) -> None:

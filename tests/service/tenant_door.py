@@ -19,7 +19,7 @@ from kvledger.tenants.tenant import Tenant, TenantLimits
 
 def caller(number: int) -> Caller:
     """Somebody of the tenant of this number."""
-    return Caller(tenant=number, name=f"t{number}")
+    return Caller(Tenant(f"t{number}", number))
 
 
 class Door:

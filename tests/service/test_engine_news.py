@@ -17,6 +17,7 @@ from engine_harness import Harness
 from scripted_model import PATIENCE
 
 from kvledger.engine import EndReason
+from kvledger.tenants.shares import CoreShare
 
 
 @pytest.fixture
@@ -147,4 +148,24 @@ def test_nothing_is_lost_whenever_it_comes(harness: Harness, seed: int) -> None:
     finally:
         sys.setswitchinterval(before)
     assert harness.deaths == 0
+    harness.require_all_free()
+
+
+def test_a_job_that_came_before_lower_shares_is_ended_and_not_refused() -> None:
+    """Its caller was let in by the shares of its time, and would hear of a fault of ours."""
+    harness = Harness(reuses_prefixes=True)
+    try:
+        harness.submit(1, "a" * 100)
+        harness.engine.set_shares([CoreShare(0, 0, 4, False, 4)])
+        harness.submit(2, "a" * 20)
+        harness.engine.start()
+        assert harness.reason(2) == EndReason.LENGTH
+        assert harness.receipt(1) is not None
+        assert harness.refused == []
+        # Who comes now is refused: the door should have known.
+        harness.submit(3, "a" * 100)
+        harness.wait(lambda: harness.refused)
+        assert harness.refused == [3]
+    finally:
+        harness.close()
     harness.require_all_free()

@@ -99,7 +99,7 @@ def test_different_parts_are_different_bytes(a: list[Part], b: list[Part]) -> No
     ],
 )
 def test_crafted_parts_do_not_meet(a: tuple[Part, ...], b: tuple[Part, ...]) -> None:
-    """These pairs met in other servers, or would with one rule less (S03)."""
+    """These pairs met in other servers, or would with one rule less (S03, B08, B09)."""
     assert encoded(a) != encoded(b)
 
 
@@ -115,7 +115,7 @@ def keys_of(*cases: tuple[Scope, KvIdentity]) -> set[bytes]:
 
 
 def test_crafted_scopes_do_not_meet() -> None:
-    """A client that names its namespace, or an operator an adapter, like something else's salt."""
+    """A client names its namespace, or an operator an adapter, like something else's salt (B09)."""
     with_adapter = replace(KV, adapter="salt")
     cases = [
         (Scope.of_tenant("a", 1), KV),
@@ -141,7 +141,7 @@ def test_crafted_scopes_do_not_meet() -> None:
 
 
 def test_each_field_changes_the_key() -> None:
-    """Blocks of another model, format or adapter would be read as one's own (S12)."""
+    """Blocks of another model, format or adapter would be read as one's own (S12, B20)."""
     scope = Scope.of_namespace("a", 1, "n")
     kvs = [
         KV,

@@ -49,6 +49,16 @@ class AuditingCore:
     def audit(self) -> str | None:
         return self.core.audit()
 
+    @property
+    def shareable_blocks(self) -> int:
+        return self.core.shareable_blocks
+
+    def set_shares(self, *arguments: Any) -> None:
+        self.core.set_shares(*arguments)
+
+    def purge(self, *arguments: Any) -> int:
+        return self.core.purge(*arguments)
+
     def _look_at(self, report: _core.Report) -> _core.Report:
         self.preemptions += len(report.preemptions)
         self.balances = dict(zip(BLOCK_STATES, report.balances.tolist(), strict=True))

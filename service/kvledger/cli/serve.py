@@ -31,11 +31,14 @@ def run(arguments: Sequence[str]) -> int:
             if (reason := why_not_free(address)) is not None:
                 raise SettingRefused(f"{option} {address}: {reason}; choose another address")
         # Torch takes seconds to import; a wrong setting should not.
+        from kvledger.self_test import warn_unless_reused
         from kvledger.served_model import load
         from kvledger.server import BROKE, Server
 
         async def serve() -> int:
-            return await Server(settings, load(settings, _say)).run()
+            model = load(settings, _say)
+            warn_unless_reused(settings, model)
+            return await Server(settings, model).run()
 
         status = event_loop.run(serve())
         if status == BROKE:

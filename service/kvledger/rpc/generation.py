@@ -222,6 +222,7 @@ class _Stream:
         if request.HasField("queue_timeout"):
             self._queue_timeout = request.queue_timeout.ToTimedelta().total_seconds()
         self._stopped: set[int] = set()  # samples whose end was asked for
+        self._was_accepted = False  # its caller was told so
         self._ended = False  # the last mail has come
         self.arrival = ticket.mailbox.arrival  # what to wait for before `take`
         self._receipt: Receipt | None = None
@@ -262,6 +263,7 @@ class _Stream:
         self, tokens: Sequence[int], news: News
     ) -> Iterator[generation_pb2.GenerateResponse]:
         if news.admitted_after is not None:
+            self._was_accepted = True
             yield self._accepted(news.admitted_after)
         for logprobs in news.prompt:
             for message in prompt_messages(logprobs):
@@ -271,7 +273,12 @@ class _Stream:
             if delta is not None:
                 yield delta
         if news.is_last:
-            yield self._finished()
+            last = self._finished()
+            if not self._was_accepted:
+                # Its tenant's limits were lowered while it waited: it never ran.
+                assert self._receipt is not None
+                yield self._accepted(self._receipt.queued)
+            yield last
 
     def take(self) -> Mail:
         """What the mailbox holds."""

@@ -134,7 +134,8 @@ async def test_a_flood_of_one_tenant_keeps_no_other_out() -> None:
 
 async def test_what_can_never_fit_is_refused_with_the_limit() -> None:
     """A client would come back again and again with what can never be served."""
-    async with serving("--max-queued-tokens", "100") as server:
+    # The core's blocks have as many tokens as the tiny model's.
+    async with serving("--max-queued-tokens", "100", slots_per_block=32) as server:
         block = server.model.pool
         limit(server, t1={"kv_bytes_max": 2 * block.block_bytes - 1}, t2={})
         most = block.slots_per_block
