@@ -212,6 +212,14 @@ class Engine:
         return dict(zip(BLOCK_STATES, report.balances.tolist(), strict=True))
 
     @property
+    def foreign_blocks(self) -> int:
+        """Blocks of others that the prefix index named for somebody, and that were not used.
+
+        Any thread may ask: the core's calls hold the interpreter's lock.
+        """
+        return self._core.prefix_counts["foreign"]
+
+    @property
     def alive(self) -> bool:
         """Whether the thread runs."""
         return self._thread.is_alive()

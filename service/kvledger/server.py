@@ -213,6 +213,12 @@ class Server:
             "state",
             lambda: self._engine.blocks,
         )
+        self._metrics.watch_total(
+            "kvledger_prefix_foreign_blocks",
+            "Cached blocks that were found for a request and turned out to be another owner's; "
+            "not one was used, and there should be none.",
+            lambda: self._engine.foreign_blocks,
+        )
 
     def _close_metrics(self) -> None:
         if self._metrics_listener is not None:

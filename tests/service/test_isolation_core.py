@@ -181,8 +181,8 @@ def test_what_another_has_cached_moves_nobody_in_the_queue(a_goes_on: bool, seal
     """A probe that another's cache holds would come sooner than its neighbours (S07).
 
     Admissions, chunks and preemptions of B are the same, step by step, whether A has sent the very
-    texts of B's probes or others. Where B itself had sent them, they are not. In blocks that are its
-    alone B does not even notice whether A has sent anything.
+    texts of B's probes or others. Where B itself had sent them, they are not. In blocks that are
+    its alone B does not even notice whether A has sent anything.
     """
     differs = preempted = 0
     for seed in range(100):

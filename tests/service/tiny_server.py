@@ -28,9 +28,8 @@ class AuditingCore:
         self.steps = 0
         self.prefill_steps_cut = 0  # steps whose last prompt was not read to its end
 
-    @property
-    def sequence_tokens_max(self) -> int:
-        return self.core.sequence_tokens_max
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.core, name)  # what changes no books
 
     def plan(self, *arguments: Any) -> Any:
         plan, report = self.core.plan(*arguments)
@@ -45,9 +44,6 @@ class AuditingCore:
 
     def abandon(self, *arguments: Any) -> Any:
         return self._look_at(self.core.abandon(*arguments))
-
-    def audit(self) -> str | None:
-        return self.core.audit()
 
     def _look_at(self, report: _core.Report) -> _core.Report:
         self.preemptions += len(report.preemptions)
