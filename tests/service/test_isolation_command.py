@@ -1,4 +1,4 @@
-"""`kvledger doctor --isolation`: a server that mixes tenants is found, and one that reuses nothing."""
+"""`kvledger doctor --isolation`: it finds servers that mix tenants, and such as reuse nothing."""
 
 from __future__ import annotations
 
