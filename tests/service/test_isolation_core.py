@@ -202,6 +202,40 @@ def test_what_another_has_cached_moves_nobody_in_the_queue(a_goes_on: bool, seal
     assert preempted > 10, "nothing was scarce"
 
 
+# --- Shares ---------------------------------------------------------------------------------
+
+
+def reused_share(*, flooded: bool, guaranteed: int) -> float:
+    """Of B's prompt tokens, those that it found cached: it asks for the same texts again and again.
+
+    A asks ten times as often, for something new each time.
+    """
+    core, chance = ScopedCore(blocks=120, context_tokens=80, sequences_max=8), random.Random(5)
+    if guaranteed:
+        core.engine.set_shares([(B, guaranteed, guaranteed, guaranteed, False)], 0)
+    texts = [draw_text(chance) for _ in range(8)]
+    asked: list[Asked] = []
+    for _ in range(150):
+        for _ in range(10 if flooded else 0):
+            core.ask(A, A, draw_text(random.Random(core.steps)) + 2**17)
+            core.step()
+        asked.append(core.ask(B, B, chance.choice(texts), max_tokens=2))
+        core.run_out()
+    found = sum(int(one.receipt["reused_own"]) for one in asked)
+    assert core.engine.audit() is None
+    return found / sum(len(one.prompt) for one in asked)
+
+
+def test_a_flood_does_not_drive_out_what_is_guaranteed() -> None:
+    """One tenant would make all others compute everything again (S13)."""
+    solo = reused_share(flooded=False, guaranteed=60)
+    beside = reused_share(flooded=True, guaranteed=60)
+    assert solo > 0.7
+    assert beside > solo - 0.05, (solo, beside)
+    # The arm that must differ: without a guarantee there is a flood.
+    assert reused_share(flooded=True, guaranteed=0) < solo - 0.2
+
+
 # --- Purge ----------------------------------------------------------------------------------
 
 

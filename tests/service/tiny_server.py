@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from engine_harness import BLOCK_STATES, RecordingCore
-from server_harness import Log, ServerHarness
+from server_harness import Log, ServerHarness, until
 from stepping import settings
 
 from kvledger import _core
@@ -75,3 +75,11 @@ class TinyServer(ServerHarness):
         self.log = Log() if log is None else log
         self.gates = []
         self.ends = []
+
+    async def require_all_free(self) -> None:
+        """As above; what is cached is nobody's: whoever needs a block takes it."""
+        await until(lambda: not self.server._admission.open_requests)
+        await until(
+            lambda: not any(self.core.balances[s] for s in ("reserved", "held", "releasing"))
+        )
+        assert self.core.audits == []

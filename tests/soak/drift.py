@@ -65,7 +65,7 @@ def look_at(server: TinyServer) -> Look:
         rss=int(fields[1]) * os.sysconf("SC_PAGE_SIZE"),
         descriptors=len(os.listdir("/proc/self/fd")),
         threads=len(os.listdir("/proc/self/task")),
-        blocks_in_use=sum(core.balances.values()) - core.balances["free"],
+        blocks_in_use=sum(core.balances.values()) - core.balances["free"] - core.balances["cached"],
         open_requests=len(server.server._admission.open_requests),
     )
 

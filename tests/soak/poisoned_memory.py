@@ -35,8 +35,10 @@ _NAN = 0xFF
 _GROUP = 0x80000001
 _KEEPS_AND_REUSES, _SHARES, _WRITES_SHARED = 3, 4, 8
 _OPEN_MAX = 10
+# Of about as many tokens in each format.
+_BLOCKS = {"f32": "40", "bf16": "22"}
 _PRESSED = (
-    *("--kv-blocks", "40", "--token-budget", "24", "--max-sequences", "8"),
+    *("--token-budget", "24", "--max-sequences", "8"),
     *("--block-tokens", "16", "--threads", "1"),
 )
 # What is filled: nothing; what begins to be written; or, to see that it would be found, now and
@@ -64,7 +66,9 @@ class PoisonedRun:
 
     def __init__(self, path: Path, kv_format: str, seed: int, poison: Poison) -> None:
         self._chance = random.Random(seed)
-        self._model = served(path, "--kv-format", kv_format, *_PRESSED)
+        self._model = served(
+            path, "--kv-format", kv_format, "--kv-blocks", _BLOCKS[kv_format], *_PRESSED
+        )
         memory: Any = self._model.llama._memory.bytes  # a view: what is written there is there
         self._blocks = memory.reshape(-1, self._model.layout.block_bytes)
         self._slots = self._model.layout.slots_per_block(kv_format)
