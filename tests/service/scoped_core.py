@@ -13,7 +13,7 @@ from stepping import arrivals
 
 from kvledger.scopes.prefix_scopes import PrefixScopes
 
-KEEPS_AND_REUSES = 3
+REUSES, KEEPS_AND_REUSES = 2, 3
 SLOTS = 4
 
 Tokens = npt.NDArray[np.int32]
@@ -27,6 +27,7 @@ class Asked:
     scope: int
     prompt: Tokens
     max_tokens: int = 1
+    flags: int = KEEPS_AND_REUSES
     admitted_at: int = -1  # the step
     reused_tokens: int = 0  # when it was admitted
     blocks: tuple[int, ...] = ()  # its table in the last step that it took part in
@@ -106,7 +107,7 @@ class ScopedCore:
             arrived_at=np.full(len(new), self.now, np.int64),
             output_tokens_max=np.array([asked.max_tokens for asked in requests], np.int64),
             own_scopes=np.array([asked.scope for asked in requests], np.uint32),
-            scope_flags=np.full(len(new), KEEPS_AND_REUSES, np.uint8),
+            scope_flags=np.array([asked.flags for asked in requests], np.uint8),
         )
 
     def _note(self, report: Any) -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import random
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
-from scoped_core import SLOTS, Asked, ScopedCore, Tokens
+from scoped_core import REUSES, SLOTS, Asked, ScopedCore, Tokens
 
 from kvledger.scopes.claims import CacheWish, Scopes
 from kvledger.scopes.groups import MembershipList
@@ -91,6 +95,48 @@ def test_two_names_of_one_tenant_are_two_scopes() -> None:
         found.append(int(asked.receipt["reused_own"]))
     # All whole blocks before the last, and of that the tokens before the prompt's last one.
     assert found == [0, 0, 0, *[len(prompt) - 1] * 3]
+
+
+def test_a_scope_that_is_given_to_two_tenants_is_still_no_way_through() -> None:
+    """One mistake in the service would open every tenant's cache (S01).
+
+    The books know whose a block is: it is not used, and counted for operators to see.
+    """
+    core = ScopedCore()
+    prompt = np.arange(1, 30, dtype=np.int32)
+    own = core.ask(1, 7, prompt)
+    core.run_out()
+    other = core.submit(Asked(2, 7, prompt, flags=REUSES))
+    core.run_out()
+    assert other.receipt["reused_own"] == 0
+    assert other.receipt["computed_tokens"] == len(prompt)
+    assert not set(other.blocks) & set(own.blocks[: len(prompt) // SLOTS])
+    assert core.engine.prefix_counts["foreign"] > 0
+    again = core.ask(1, 7, prompt)
+    core.run_out()
+    assert again.receipt["reused_own"] == len(prompt) - 1
+    assert core.engine.audit() is None
+
+
+def test_two_tenants_that_write_into_one_scope_end_the_process() -> None:
+    """It would go on with an index in which nobody knows whose is what."""
+    program = (
+        "import numpy as np; from scoped_core import ScopedCore; core = ScopedCore()\n"
+        "for tenant in (1, 1, 2):\n"
+        "    core.ask(tenant, 7, np.arange(1, 30, dtype=np.int32)); core.run_out()\n"
+        "    print(tenant, flush=True)"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.stdout.split() == ["1", "1"], ended.stderr
+    assert ended.returncode == -signal.SIGABRT
+    assert "broken invariant" in ended.stderr
 
 
 # --- Order ----------------------------------------------------------------------------------
