@@ -110,6 +110,9 @@ bool Engine::accept(const Arrival& arrival, std::span<const Token> prompt) {
   const auto samples = static_cast<std::uint64_t>(arrival.samples);
   make_room(report_.receipts, report_.receipts.size() + sequences_.size() + 1);
   make_room(ended_, ended_.size() + sequences_.size() + samples);
+  if (arrival.scopes.stays) {
+    cache_.make_room_to_stay(staying_blocks_ + tokens / settings_.slots_per_block);
+  }
   if (arrival.scopes.has_shared) {
     ledger_.account(TenantId{arrival.scopes.shared.value()});
   }
@@ -305,6 +308,9 @@ void Engine::keep_computed(Sequence& sequence) {
 
 std::int64_t Engine::purge(ScopeId scope, Nanoseconds now) {
   ledger_.advance(now);
+  for (const auto& [id, sequence] : sequences_) {
+    cache_.end_scope(*sequence, scope);
+  }
   return cache_.purge(scope);
 }
 
@@ -350,7 +356,7 @@ void Engine::end_sequence(Sequence& sequence, EndReason reason) {
   if (sequence.scopes.stays) {
     --staying_requests_;
     staying_blocks_ -= sequence.prompt_count / settings_.slots_per_block;
-    if (reason <= EndReason::kContext) {
+    if (reason <= EndReason::kContext && !uncommitted_) {  // else a step may still write there
       cache_.stay(sequence);
     }
   }

@@ -63,7 +63,7 @@ class Engine {
 
   // Takes in one new request, with ids never used before. False, with a refusal in the report,
   // if it could never run: an empty prompt, or one that leaves no room for a token. Blocks stay
-  // (prefix_scopes.h) only of requests that come while there are no others, and of half the pool.
+  // (PrefixScopes) only of requests that come while there are no others, and of half the pool.
   bool accept(const Arrival& arrival, std::span<const Token> prompt);
 
   // Plans the next step; the plan is valid until the next call.
@@ -97,7 +97,8 @@ class Engine {
   std::int64_t sequence_tokens_max(TenantId tenant) const noexcept;
 
   // Takes everything out of the prefix index that is in a scope or below it; how many blocks. Those
-  // that sequences have stay with them alone. Allocates nothing.
+  // that sequences have stay with them alone, and requests that are here already neither find nor
+  // leave anything there any more. Allocates nothing.
   std::int64_t purge(ScopeId scope, Nanoseconds now);
 
   // What changed since the last call, by whatever was called between. Valid until the next call.

@@ -12,6 +12,8 @@ namespace {
 
 // Nodes for each block of the pool: those without a block keep the way to others below them.
 constexpr std::int64_t kNodesForEachBlock = 2;
+// In whose place nothing is left out.
+constexpr TenantId kNobody{~0U};
 
 }  // namespace
 
@@ -27,9 +29,10 @@ PrefixCache::PrefixCache(const PrefixCacheSettings& settings, std::int64_t slots
   index.capacity = blocks;
   index.block_tokens = slots_per_block;
   index.seed = settings.seed;
-  index_.emplace(index, [](CachedBlocks& cached, std::int64_t capacity) {
-    return std::make_unique<ReusePolicy>(cached, capacity);
-  });
+  index_.emplace(index,
+                 [growth = settings.cost_growth](CachedBlocks& cached, std::int64_t capacity) {
+                   return std::make_unique<ReusePolicy>(cached, capacity, growth);
+                 });
   freed_.reserve(static_cast<std::size_t>(blocks));
   pinned_.reserve(static_cast<std::size_t>(blocks));
 }
@@ -76,8 +79,19 @@ PrefixMatch PrefixCache::match(Sequence& waiting) {
   revise(waiting);
   while (extend(waiting)) {
   }
-  for (const PathEntry& entry : waiting.path) {
-    match.cached += pool_.references(*index_->block_of(entry.node)) == 0 ? 1 : 0;
+  BlockCount room = room_of_scopes();
+  for (std::size_t i = 0; i < waiting.path.size(); ++i) {
+    if (pool_.references(*index_->block_of(waiting.path[i].node)) > 0) {
+      continue;
+    }
+    if (is_shared(scope_of(waiting, static_cast<std::int64_t>(i)))) {
+      if (room <= BlockCount{0}) {
+        waiting.path.resize(i);
+        break;
+      }
+      room -= BlockCount{1};
+    }
+    ++match.cached;
   }
   match.blocks = static_cast<std::int64_t>(waiting.path.size());
   const auto found = static_cast<std::size_t>(match.blocks * slots_per_block_);
@@ -190,6 +204,7 @@ bool PrefixCache::has_next(const Sequence& running) {
          running.computed / slots_per_block_ == index &&
          (index + 1) * slots_per_block_ < running.token_count() &&
          running.path.size() < running.path.capacity() &&
+         (!is_shared(scope_of(running, index)) || room_of_scopes() > BlockCount{0}) &&
          find(running, index, scope_of(running, index)).has_value();
 }
 
@@ -229,7 +244,8 @@ void PrefixCache::insert_one(Sequence& sequence, BlockId block) {
     sequence.own_from = index;
   }
   const ScopeId scope = scope_of(sequence, index);
-  const std::optional<PrefixNode> node = place(sequence, index, scope);
+  const std::optional<PrefixNode> node =
+      is_shared(scope) && !may_give(sequence) ? std::nullopt : place(sequence, index, scope);
   if (!node) {
     sequence.path_ends = true;
     return;
@@ -306,9 +322,12 @@ void PrefixCache::leave(Sequence& sequence) {
   sequence.reused_now = 0;
 }
 
+void PrefixCache::make_room_to_stay(std::int64_t blocks) {
+  make_room(staying_, staying_.size() + static_cast<std::size_t>(blocks));
+}
+
 void PrefixCache::stay(const Sequence& ended) {
   const auto whole = static_cast<std::size_t>(ended.prompt_count / slots_per_block_);
-  make_room(staying_, staying_.size() + whole);
   for (std::size_t i = 0; i < std::min(whole, ended.path.size()); ++i) {
     const PrefixNode node = ended.path[i].node;
     if (!index_->knows(node) || !index_->block_of(node)) {
@@ -328,6 +347,17 @@ void PrefixCache::stay(const Sequence& ended) {
 BlockCount PrefixCache::available(TenantId tenant) const noexcept {
   const BlockCount room = pool_.available() + BlockCount{is_on() ? index_->cached() : 0};
   return std::min(room - shares_.kept_from(tenant), shares_.left_to(tenant));
+}
+
+BlockCount PrefixCache::room_of_scopes() const noexcept {
+  return pool_.available() + BlockCount{index_->cached()} - shares_.kept_from(kNobody);
+}
+
+// Whether a block of a sequence may go to a shared scope: its tenant has one more to its guarantee
+// then, which must be there.
+bool PrefixCache::may_give(const Sequence& sequence) const noexcept {
+  const BlockCount lost{shares_.is_beyond_guarantee(sequence.tenant) ? 0 : 1};
+  return room_of_scopes() >= lost;
 }
 
 std::optional<Reservation> PrefixCache::reserve(RequestAccount account, TenantId tenant,
@@ -405,8 +435,23 @@ void PrefixCache::keep_within_shares() {
     }
   }
   for (const PoolShare& share : shares_.apart()) {
-    while (share.sealed && pool_.available() < shares_.sealed_from(TenantId{~0U}) &&
-           evict_for(TenantId{~0U})) {
+    while (share.sealed && pool_.available() < shares_.sealed_from(kNobody) && evict_for(kNobody)) {
+    }
+  }
+}
+
+void PrefixCache::end_scope(Sequence& sequence, ScopeId scope) const noexcept {
+  PrefixScopes& scopes = sequence.scopes;
+  if (scopes.own == scope) {
+    scopes.keeps = scopes.reuses = false;
+  }
+  if (scopes.has_shared && scopes.shared == scope) {
+    scopes.has_shared = false;
+    if (sequence.state == Sequence::State::kRunning) {
+      sequence.path_ends = true;  // its way to its own scope leads through the shared one
+    } else {
+      sequence.path.clear();
+      sequence.own_from = 0;
     }
   }
 }

@@ -38,6 +38,9 @@ struct PrefixCacheSettings {
   // False keeps and finds nothing.
   bool on = false;
   std::uint64_t seed = 0;
+  // How much more a block costs to compute than the one before it, of what the first one costs
+  // (reuse_policy.h); 0 takes all for the same.
+  double cost_growth = 0.0;
 };
 
 // What a sequence could begin with.
@@ -107,6 +110,8 @@ class PrefixCache {
   void discard(Sequence& sequence);
   // Unpins what a sequence that gives its blocks back had pinned.
   void leave(Sequence& sequence);
+  // Makes room, so that stay() allocates nothing for so many more blocks.
+  void make_room_to_stay(std::int64_t blocks);
   // Lets the blocks of the prompt of a sequence that has ended stay, held by its shared scope.
   void stay(const Sequence& ended);
   // Blocks that stay.
@@ -122,6 +127,9 @@ class PrefixCache {
   // Evicts what tenants have cached beyond their shares, and where sealed tenants' blocks belong.
   void keep_within_shares();
 
+  // Lets a sequence neither find nor leave anything in `scope` any more; of a shared one it goes on
+  // in its own.
+  void end_scope(Sequence& sequence, ScopeId scope) const noexcept;
   // Takes everything out that is in `scope` or below it; how many blocks that were.
   std::int64_t purge(ScopeId scope);
 
@@ -150,6 +158,9 @@ class PrefixCache {
   std::optional<PrefixNode> find(const Sequence& sequence, std::int64_t index, ScopeId scope);
   std::optional<PrefixNode> place(const Sequence& sequence, std::int64_t index, ScopeId scope);
   std::int64_t take_out();
+  // Blocks that shared scopes may still come to hold: they stand in nobody's guarantee.
+  BlockCount room_of_scopes() const noexcept;
+  bool may_give(const Sequence& sequence) const noexcept;
   // Cached blocks of an owner that lie in its own guarantee: others cannot have them.
   BlockCount protected_of(const PoolShare& share) const noexcept;
   // Evicts one for somebody who needs room; false if there is none to evict.

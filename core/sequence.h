@@ -17,7 +17,6 @@
 
 #include "core/ledger.h"
 #include "core/prefix_index.h"
-#include "core/prefix_scopes.h"
 #include "core/request.h"
 #include "core/reservation.h"
 #include "core/types.h"
@@ -46,6 +45,27 @@ inline constexpr std::int32_t kPriorityMax = 100;
 
 // Most samples of one request.
 inline constexpr std::int64_t kSamplesMax = 16;
+
+// In which scopes a request's prefix is looked up and kept (prefix_cache.h). The first
+// `shared_tokens` tokens lie in the shared scope, as far as whole blocks go; what follows and all
+// that is generated lies in the request's own. Below a node of its own scope is only that, so
+// nothing behind the border can enter the shared one.
+struct PrefixScopes {
+  // Whether computed blocks are kept for others of the same scopes.
+  bool keeps = false;
+  // Whether it may begin with blocks that others computed.
+  bool reuses = false;
+  ScopeId own;
+  bool has_shared = false;
+  ScopeId shared;
+  std::int64_t shared_tokens = 0;
+  // Whether what it computes of the shared part is kept in the shared scope; else the part that is
+  // not there already lies in its own.
+  bool writes_shared = false;
+  // Whether its blocks stay when it has ended, held by its own scope, a shared one, until that is
+  // purged.
+  bool stays = false;
+};
 
 // What a request asks of the scheduler.
 struct Arrival {
@@ -109,7 +129,8 @@ struct Sequence {
   TableRow row;
   Reservation reservation;
 
-  const PrefixScopes scopes;
+  // Loses what was purged.
+  PrefixScopes scopes;
   // Of its first blocks. While it waits they are only what was found when it was last looked at.
   std::vector<PathEntry> path;
   // The first block that lies in its own scope.

@@ -13,6 +13,9 @@ tools/core_tests.sh build/package
 build/package/tests/simulation --seeds 200 --steps 5000
 build/package/tests/simulation --seeds 1000 --steps 5000 --seed 1000
 
+say "reuse: 10^6 steps over 1,000 seeds"
+build/package/tests/reuse_simulation 1000 1000
+
 say "core tests and simulation under AddressSanitizer and UBSan"
 tools/core_tests.sh build/sanitized address,undefined
 build/sanitized/tests/simulation --seeds 200 --steps 1000

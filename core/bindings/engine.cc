@@ -178,7 +178,7 @@ std::unique_ptr<BoundEngine> make_engine(std::int64_t blocks, std::int32_t slots
                                          std::int64_t overtakes_max, std::int64_t preemptions_max,
                                          std::int64_t step_time_max, std::int64_t step_stretch,
                                          bool reuses_prefixes, std::uint64_t seed,
-                                         std::int64_t now) {
+                                         double cost_growth, std::int64_t now) {
   require(blocks >= 1 && blocks < (std::int64_t{1} << 31), "blocks must be from 1 to 2^31 - 1");
   require(slots_per_block >= 1, "slots_per_block must be at least 1");
   require(context_tokens >= 2, "context_tokens must be at least 2");
@@ -201,6 +201,8 @@ std::unique_ptr<BoundEngine> make_engine(std::int64_t blocks, std::int32_t slots
   settings.end_of_text = std::move(end_of_text);
   settings.prefixes.on = reuses_prefixes;
   settings.prefixes.seed = seed;
+  require(cost_growth >= 0.0 && cost_growth <= 1.0, "cost_growth must be from 0 to 1");
+  settings.prefixes.cost_growth = cost_growth * slots_per_block;
   return std::make_unique<BoundEngine>(std::make_unique<Engine>(settings, now));
 }
 
@@ -521,7 +523,8 @@ void bind_engine(py::module_& module) {
            py::arg("end_of_text"), py::arg("aging_per_priority") = 5'000'000'000,
            py::arg("overtakes_max") = 16, py::arg("preemptions_max") = 3,
            py::arg("step_time_max") = 0, py::arg("step_stretch") = 0,
-           py::arg("reuses_prefixes") = false, py::arg("seed") = 0, py::arg("now"))
+           py::arg("reuses_prefixes") = false, py::arg("seed") = 0, py::arg("cost_growth") = 0.0,
+           py::arg("now"))
       .def("plan", &plan_step, py::arg("now"), py::arg("arrivals") = py::none(),
            py::arg("end_ids").noconvert() = py::none(),
            py::arg("end_reasons").noconvert() = py::none(),

@@ -189,6 +189,7 @@ class Engine:
         step_stretch: int = ...,
         reuses_prefixes: bool = ...,
         seed: int = ...,
+        cost_growth: float = ...,
         now: int,
     ) -> None: ...
     def plan(

@@ -120,13 +120,15 @@ def make_core(
     tpot_target: float | None,
     step_stretch: float,
     prefix_reuse: bool = True,
+    cost_growth: float = 0.0,
 ) -> CoreEngine:
     """Scheduler, pool and ledger for one model.
 
     `priority_aging` is the seconds of waiting that one level of priority is worth; `tpot_target`
     (seconds) and `step_stretch` (times the step of decoding alone, 0 for no limit) say how long a
     step may become by prompts; `prefix_reuse` whether computed blocks are kept for others of their
-    scopes; the others are counts of blocks and tokens, and the ids that end a
+    scopes; `cost_growth` how much more each token costs to compute than the one before it, of what
+    the first one costs; the others are counts of blocks and tokens, and the ids that end a
     text.
     """
     return CoreEngine(
@@ -140,6 +142,7 @@ def make_core(
         step_time_max=round((tpot_target or 0.0) * 1e9),
         step_stretch=round(step_stretch * 1000),
         reuses_prefixes=prefix_reuse,
+        cost_growth=cost_growth,
         # Where things lie in the index must not be known to who chooses the tokens.
         seed=secrets.randbits(64),
         now=time.monotonic_ns(),
@@ -182,6 +185,7 @@ class Engine:
         self._pauses: dict[int, bool] = {}  # what was asked last, by sequence
         self._purges: list[int] = []
         self._shares: list[CoreShare] | None = None  # set last, and not taken yet
+        self._shares_set: list[CoreShare] = []
         self._stopping = False
         self._died = False
         self._open: dict[int, _Open] = {}
@@ -287,7 +291,9 @@ class Engine:
     def set_shares(self, shares: Sequence[CoreShare]) -> None:
         """Sets what tenants may have of the pool, before the next step is planned."""
         with self._wakeup:
-            self._shares = list(shares)
+            if list(shares) == self._shares_set:
+                return
+            self._shares = self._shares_set = list(shares)
             self._wakeup.notify()
 
     def purge(self, scopes: Sequence[int]) -> None:

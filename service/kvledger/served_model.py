@@ -100,6 +100,7 @@ def load(settings: Settings, say: Callable[[str], None] = lambda line: None) -> 
         tpot_target=settings.tpot_target,
         step_stretch=settings.step_stretch,
         prefix_reuse=settings.reuses_prefixes,
+        cost_growth=config.cost_growth,
     )
     llama = Llama(config, weights, ops, memory, settings.token_budget, core.sequence_tokens_max)
     model = ServedModel(

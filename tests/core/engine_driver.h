@@ -38,9 +38,14 @@ class EngineDriver {
     std::int32_t priority = 0;
     bool ignore_end_of_text = false;
     std::int64_t samples = 1;
+    PrefixScopes scopes;
   };
 
   bool accept(std::uint64_t id, std::int64_t prompt_tokens, std::int64_t output_tokens_max) {
+    return accept(id, std::vector<Token>(static_cast<std::size_t>(prompt_tokens), 5),
+                  output_tokens_max);
+  }
+  bool accept(std::uint64_t id, const std::vector<Token>& prompt, std::int64_t output_tokens_max) {
     Arrival arrival;
     arrival.id = SequenceId{id};
     arrival.tenant = manner.tenant;
@@ -49,7 +54,7 @@ class EngineDriver {
     arrival.output_tokens_max = output_tokens_max;
     arrival.ignore_end_of_text = manner.ignore_end_of_text;
     arrival.samples = manner.samples;
-    const std::vector<Token> prompt(static_cast<std::size_t>(prompt_tokens), 5);
+    arrival.scopes = manner.scopes;
     const bool accepted = engine.accept(arrival, prompt);
     look();
     return accepted;

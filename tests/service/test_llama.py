@@ -12,6 +12,7 @@ from stepping import logits_after, served
 from tiny_model import TinyShape, random_weights, transformers_model, write_gguf
 
 from kvledger.errors import ModelRefused
+from kvledger.models.config import LlamaConfig
 
 SHAPES = [
     TinyShape(),
@@ -145,3 +146,21 @@ def test_a_path_that_is_no_file_is_refused(tmp_path: Path) -> None:
     """A misspelt path must be named, with what would have been right."""
     with pytest.raises(ModelRefused, match="neither a file nor a known model"):
         served(tmp_path / "missing.gguf")
+
+
+def test_deep_tokens_cost_more_by_what_attention_adds() -> None:
+    """The cache would keep blocks that cost little, or take all for the same."""
+    config = LlamaConfig(
+        name="smollm2-135m",
+        layers=30,
+        hidden=576,
+        feed_forward=1536,
+        query_heads=9,
+        kv_heads=3,
+        head_dim=64,
+        context_tokens=8192,
+        rope_base=100_000.0,
+        rms_epsilon=1e-5,
+    )
+    # As core/reuse_policy.h has it for this model: the cost doubles at some 3,070 tokens.
+    assert 1 / config.cost_growth == pytest.approx(3070, rel=0.01)

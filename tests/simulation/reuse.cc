@@ -107,6 +107,7 @@ void ReuseSimulator::arrive() {
     for (std::int64_t i = 0; accepted && i < arrival.samples; ++i) {
       Live live;
       live.arrival = arrival;
+      live.named = arrival.scopes;
       live.prompt = static_cast<std::int64_t>(prompt.size());
       live.tokens = prompt;
       live_[arrival.id.value() + static_cast<std::uint64_t>(i)] = live;
@@ -198,8 +199,14 @@ void ReuseSimulator::purge() {
   });
   engine_.purge(scope, tick());
   for (auto& [id, live] : live_) {
-    const PrefixScopes& scopes = live.arrival.scopes;
-    live.purged |= scopes.own == scope || (scopes.has_shared && scopes.shared == scope);
+    const PrefixScopes scopes = live.arrival.scopes;
+    const bool hit = scopes.own == scope || (scopes.has_shared && scopes.shared == scope);
+    live.purged |= hit;
+    PrefixScopes& left = live.arrival.scopes;
+    if (left.own == scope) {
+      left.keeps = left.reuses = false;
+    }
+    left.has_shared &= left.shared != scope;
   }
   // Below a shared scope hang others' blocks, which go with it; what they say may be said again.
   computed_[scope.value()].clear();
@@ -238,6 +245,9 @@ void ReuseSimulator::check_shares() const {
       sealed +=
           std::max<std::int64_t>(0, share.guaranteed.value() - live - statement.cached.value());
     }
+  }
+  for (const std::uint32_t scope : {kGroup, kPublic}) {
+    spoken_for += engine_.ledger().statement(TenantId{scope}).held.value();
   }
   expect(spoken_for <= settings_.blocks.value(), "somebody holds what another has guaranteed");
   expect(engine_.ledger().free().value() >= sealed, "others' blocks lie in a sealed share");
@@ -378,7 +388,7 @@ void ReuseSimulator::check_table(const Live& live, std::int64_t blocks) const {
     const std::optional<TenantId> owner = engine_.ledger().owner_of(block);
     expect(owner.has_value(), "a block in a table belongs to nobody");
     if (is_shared(ScopeId{owner->value()})) {
-      const PrefixScopes& scopes = live.arrival.scopes;
+      const PrefixScopes& scopes = live.named;
       const bool named = scopes.has_shared && scopes.shared.value() == owner->value();
       expect(named || scopes.own.value() == owner->value(), "a block of a scope it did not name");
       expect(!named || (i + 1) * settings_.slots_per_block <= scopes.shared_tokens,

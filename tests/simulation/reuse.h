@@ -57,6 +57,7 @@ class ReuseSimulator {
     std::int64_t reused = 0;   // as admissions said
     std::int64_t planned = 0;  // tokens in the step
     bool purged = false;       // its scopes were, since it was admitted
+    PrefixScopes named;        // as it came; the arrival loses what was purged
   };
   using Tokens = std::vector<Token>;
 

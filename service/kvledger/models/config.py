@@ -92,6 +92,16 @@ class LlamaConfig:
     # Whether the head is the embedding; None: if there is no other in the file.
     tied_head: bool | None = None
 
+    @property
+    def cost_growth(self) -> float:
+        """How much more a token costs to compute than the one before it, of what the first costs.
+
+        The multiplications of attention for one key more, over those with the weights.
+        """
+        queries, keys = self.query_heads * self.head_dim, self.kv_heads * self.head_dim
+        weights = self.hidden * (2 * queries + 2 * keys + 3 * self.feed_forward)
+        return 2 * queries / weights
+
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, object]) -> LlamaConfig:
         """Reads and checks the metadata of an opened file; raises ModelRefused."""
