@@ -28,6 +28,8 @@ std::optional<Arena> Arena::take(ByteCount size) {
   auto* data = reinterpret_cast<std::byte*>(aligned);
   // Without huge pages the arena works as well, only slower: the answer does not matter.
   (void)madvise(data, bytes, MADV_HUGEPAGE);
+  // Keys and values tell what was said; a core dump is read by others than those who said it.
+  KVL_CHECK_EQ(madvise(mapping, mapped, MADV_DONTDUMP), 0);
   for (std::size_t offset = 0; offset < bytes; offset += kSmallPage) {
     data[offset] = std::byte{0};
   }

@@ -2,7 +2,8 @@
 //
 // The pages are asked for as huge ones, because blocks of a sequence lie anywhere in the arena and
 // small pages would cost a translation miss per block; and they are touched at once, so that a
-// machine that cannot hold them says so at start and not in the middle of a request.
+// machine that cannot hold them says so at start and not in the middle of a request. They are left
+// out of core dumps.
 
 #pragma once
 

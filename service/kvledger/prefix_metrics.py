@@ -38,7 +38,7 @@ _COUNTS = (
         "Cached blocks that went because somebody needed room.",
     ),
     (
-        "kvledger_prefix_foreign",
+        "kvledger_prefix_foreign_blocks",
         "foreign",
         "Blocks of another owner that the index named and the books refused: always 0.",
     ),

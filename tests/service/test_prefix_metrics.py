@@ -76,7 +76,7 @@ def test_the_cores_counts_are_shown_as_they_are(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("kvledger.prefix_metrics._log", log)
     counted = Counted()
     counted.prefixes.look()
-    assert counted.value("kvledger_prefix_foreign_total") == 0, "there before the first step"
+    assert counted.value("kvledger_prefix_foreign_blocks_total") == 0, "there before the first step"
     counted.counts = {"lookups": 7, "inserted": 5, "evicted": 2, "foreign": 0}
     counted.prefixes.look()
     assert log.lines == []
@@ -88,7 +88,7 @@ def test_the_cores_counts_are_shown_as_they_are(monkeypatch: pytest.MonkeyPatch)
     for _ in range(3):
         counted.prefixes.look()
     assert [facts["blocks"] for facts in log.of("prefix_foreign_blocks")] == [2]
-    assert counted.value("kvledger_prefix_foreign_total") == 2
+    assert counted.value("kvledger_prefix_foreign_blocks_total") == 2
 
 
 async def test_a_server_counts_what_it_did() -> None:
@@ -110,7 +110,7 @@ async def test_a_server_counts_what_it_did() -> None:
             await server.ids(prompt(f"flood {count}", 10 * BLOCK))
         told = await scraped(server)
         assert told["kvledger_prefix_evictions_total"] > 0
-        assert told["kvledger_prefix_foreign_total"] == 0
+        assert told["kvledger_prefix_foreign_blocks_total"] == 0
 
 
 async def test_shared_beginnings_have_their_own_sources(tmp_path: Any) -> None:

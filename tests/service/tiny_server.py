@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from engine_harness import BLOCK_STATES, RecordingCore
-from server_harness import Log, ServerHarness
+from server_harness import Log, ServerHarness, until
 from stepping import settings
 
 from kvledger import _core
@@ -28,9 +28,8 @@ class AuditingCore:
         self.steps = 0
         self.prefill_steps_cut = 0  # steps whose last prompt was not read to its end
 
-    @property
-    def sequence_tokens_max(self) -> int:
-        return self.core.sequence_tokens_max
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.core, name)  # what changes no books
 
     def plan(self, *arguments: Any) -> Any:
         plan, report = self.core.plan(*arguments)
@@ -46,18 +45,11 @@ class AuditingCore:
     def abandon(self, *arguments: Any) -> Any:
         return self._look_at(self.core.abandon(*arguments))
 
-    def audit(self) -> str | None:
-        return self.core.audit()
-
     @property
-    def shareable_blocks(self) -> int:
-        return self.core.shareable_blocks
-
-    def set_shares(self, *arguments: Any) -> None:
-        self.core.set_shares(*arguments)
-
-    def purge(self, *arguments: Any) -> int:
-        return self.core.purge(*arguments)
+    def in_use(self) -> int:
+        """Blocks that somebody has: cached ones go to whoever needs room."""
+        states = self.balances
+        return sum(states.values()) - states["free"] - states["cached"]
 
     def _look_at(self, report: _core.Report) -> _core.Report:
         self.preemptions += len(report.preemptions)
@@ -89,3 +81,11 @@ class TinyServer(ServerHarness):
         self.log = Log() if log is None else log
         self.gates = []
         self.ends = []
+
+    async def require_all_free(self) -> None:
+        """As above; what is cached is nobody's: whoever needs a block takes it."""
+        await until(lambda: not self.server._admission.open_requests)
+        await until(
+            lambda: not any(self.core.balances[s] for s in ("reserved", "held", "releasing"))
+        )
+        assert self.core.audits == []

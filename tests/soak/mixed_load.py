@@ -8,8 +8,8 @@ at once to a server with a small pool and a small token budget, from callers who
 time, read slowly, keep their windows closed, or are mistaken.
 
 Nothing may be wrong at the end: each call ended with one status that its manner allows, each
-request that entered has one receipt, the books balance after every step and all blocks are free,
-and an answer is the same as alone, or as far as it came, its beginning.
+request that entered has one receipt, the books balance after every step, all blocks are free or
+cached, and an answer is the same as alone, or as far as it came, its beginning.
 """
 
 from __future__ import annotations

@@ -18,7 +18,8 @@ kvledger {version}: streams tokens of a language model and keeps the books of th
   kvledger health     ask a server how it is, for probes
   kvledger models     list the models known by name; `kvledger models fetch` downloads one
   kvledger tenants    who may call: add, list, rotate, revoke, remove, set, group, gateway
-  kvledger doctor     check this machine, the model and the port, and say what to mend
+  kvledger doctor     check this machine, the model and the port, and say what to mend;
+                      --isolation: whether a running server keeps its tenants apart
 """
 
 

@@ -1,14 +1,17 @@
-"""`kvledger doctor`: looks at what serving needs and says what is wrong and how to mend it."""
+"""`kvledger doctor`: looks at what serving needs and says what is wrong and how to mend it.
+
+With --isolation it looks at a server that runs instead, and at how it keeps two tenants apart.
+"""
 
 from __future__ import annotations
 
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from kvledger import _core
 from kvledger.address import why_not_free
+from kvledger.cli.findings import Finding, show
 from kvledger.errors import ModelRefused, SettingRefused
 from kvledger.log import configure
 from kvledger.memory import memory_available, memory_limit
@@ -16,18 +19,12 @@ from kvledger.models.catalogue import CATALOGUE
 from kvledger.settings import Settings, load_settings
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One line of the report; `mend` says what to do if it is not good."""
-
-    good: bool
-    subject: str
-    text: str
-    mend: str = ""
-
-
 def run(arguments: Sequence[str]) -> int:
     """Prints the report, with the settings of `kvledger serve`; 0 if all is well, else 1."""
+    if "--isolation" in arguments:
+        from kvledger.cli import isolation
+
+        return isolation.run([each for each in arguments if each != "--isolation"])
     try:
         settings = load_settings(arguments, command="kvledger doctor")
     except SettingRefused as error:
@@ -40,10 +37,7 @@ def run(arguments: Sequence[str]) -> int:
             finding = check(settings)
         except (ModelRefused, SettingRefused) as error:
             finding = Finding(False, check.__name__.strip("_").replace("_", "-"), str(error))
-        print(f"{'ok  ' if finding.good else 'FAIL'}  {finding.subject:10}  {finding.text}")
-        if not finding.good and finding.mend:
-            print(f"      {'':10}  to mend it: {finding.mend}")
-        all_good = all_good and finding.good
+        all_good = show(finding) and all_good
     return 0 if all_good else 1
 
 

@@ -141,12 +141,12 @@ async def test_a_prompt_that_waits_is_looked_up_once() -> None:
         assert found(await second)[0] == 4 * BLOCK
         await until(lambda: not server.server._admission.open_requests)
         after = await scraped(server)
-        names = ("lookups_total", "evictions_total", "foreign_total")
+        names = ("lookups_total", "evictions_total", "foreign_blocks_total")
         gone = {name: after[f"kvledger_prefix_{name}"] for name in names}
         assert gone["lookups_total"] - before["kvledger_prefix_lookups_total"] == 2
         source = "kvledger_prompt_tokens_total"
         assert after[f"{source} own"] - before[f"{source} own"] == 4 * BLOCK
-        assert gone["foreign_total"] == 0
+        assert gone["foreign_blocks_total"] == 0
 
 
 async def test_a_request_id_of_the_clients_is_nobodys_key(server: ReuseServer) -> None:
