@@ -5,6 +5,7 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <chrono>
 #include <memory>
 #include <numeric>
 #include <optional>
@@ -58,10 +59,17 @@ struct Report {
   std::int64_t running = 0;
   std::int64_t waiting = 0;
   Balances balances;
+  Nanoseconds prefix_nanoseconds = 0;
 };
 
 Report report_of(Engine& engine) {
-  return {engine.take_report(), engine.running(), engine.waiting(), engine.ledger().balances()};
+  return {engine.take_report(), engine.running(), engine.waiting(), engine.ledger().balances(),
+          engine.prefix_counts().nanoseconds};
+}
+
+Nanoseconds steady_now() noexcept {
+  const auto now = std::chrono::steady_clock::now().time_since_epoch();
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
 }
 
 // A view of records that live as long as `report`; one for all where there are none.
@@ -178,7 +186,7 @@ std::unique_ptr<BoundEngine> make_engine(std::int64_t blocks, std::int32_t slots
                                          std::int64_t overtakes_max, std::int64_t preemptions_max,
                                          std::int64_t step_time_max, std::int64_t step_stretch,
                                          bool reuses_prefixes, std::uint64_t seed,
-                                         std::int64_t now) {
+                                         bool times_prefixes, std::int64_t now) {
   require(blocks >= 1 && blocks < (std::int64_t{1} << 31), "blocks must be from 1 to 2^31 - 1");
   require(slots_per_block >= 1, "slots_per_block must be at least 1");
   require(context_tokens >= 2, "context_tokens must be at least 2");
@@ -201,6 +209,7 @@ std::unique_ptr<BoundEngine> make_engine(std::int64_t blocks, std::int32_t slots
   settings.end_of_text = std::move(end_of_text);
   settings.prefixes.on = reuses_prefixes;
   settings.prefixes.seed = seed;
+  settings.prefixes.clock = times_prefixes ? &steady_now : nullptr;
   return std::make_unique<BoundEngine>(std::make_unique<Engine>(settings, now));
 }
 
@@ -410,6 +419,8 @@ void bind_report(py::module_& module) {
           "Whether there are receipts or refusals.")
       .def_readonly("running", &Report::running)
       .def_readonly("waiting", &Report::waiting)
+      .def_readonly("prefix_nanoseconds", &Report::prefix_nanoseconds,
+                    "Time spent on reuse so far, where prefixes are timed.")
       .def_property_readonly("balances", &balances_of,
                              "int64 [5]: blocks free, reserved, held, cached, releasing");
 }
@@ -489,7 +500,8 @@ void bind_prefixes(py::class_<BoundEngine>& engine) {
             const PrefixCounts counts = self.engine().prefix_counts();
             return py::dict("lookups"_a = counts.lookups, "reused_tokens"_a = counts.reused_tokens,
                             "inserted"_a = counts.inserted, "evicted"_a = counts.evicted,
-                            "mismatches"_a = counts.mismatches, "foreign"_a = counts.foreign);
+                            "mismatches"_a = counts.mismatches, "foreign"_a = counts.foreign,
+                            "nanoseconds"_a = counts.nanoseconds);
           })
       .def_property_readonly(
           "shareable_blocks",
@@ -521,7 +533,8 @@ void bind_engine(py::module_& module) {
            py::arg("end_of_text"), py::arg("aging_per_priority") = 5'000'000'000,
            py::arg("overtakes_max") = 16, py::arg("preemptions_max") = 3,
            py::arg("step_time_max") = 0, py::arg("step_stretch") = 0,
-           py::arg("reuses_prefixes") = false, py::arg("seed") = 0, py::arg("now"))
+           py::arg("reuses_prefixes") = false, py::arg("seed") = 0,
+           py::arg("times_prefixes") = false, py::arg("now"))
       .def("plan", &plan_step, py::arg("now"), py::arg("arrivals") = py::none(),
            py::arg("end_ids").noconvert() = py::none(),
            py::arg("end_reasons").noconvert() = py::none(),

@@ -151,6 +151,8 @@ class Report:
     @property
     def waiting(self) -> int: ...
     @property
+    def prefix_nanoseconds(self) -> int: ...
+    @property
     def balances(self) -> npt.NDArray[np.int64]: ...
 
 class Arrivals:
@@ -189,6 +191,7 @@ class Engine:
         step_stretch: int = ...,
         reuses_prefixes: bool = ...,
         seed: int = ...,
+        times_prefixes: bool = ...,
         now: int,
     ) -> None: ...
     def plan(

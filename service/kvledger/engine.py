@@ -142,6 +142,7 @@ def make_core(
         reuses_prefixes=prefix_reuse,
         # Where things lie in the index must not be known to who chooses the tokens.
         seed=secrets.randbits(64),
+        times_prefixes=True,
         now=time.monotonic_ns(),
     )
 
@@ -190,6 +191,7 @@ class Engine:
         self._scores = PromptScores()
         self._stoppable: set[int] = set()  # sequences with tokens of their own that end them
         self._last_report: _core.Report | None = None
+        self._step_nanoseconds = 0
         self._last_beat = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -210,6 +212,17 @@ class Engine:
         if report is None:
             return {}
         return dict(zip(BLOCK_STATES, report.balances.tolist(), strict=True))
+
+    @property
+    def step_seconds(self) -> float:
+        """Time of all steps so far, each from its plan to its commit."""
+        return self._step_nanoseconds / 1e9
+
+    @property
+    def prefix_seconds(self) -> float:
+        """Of that and of commits, what finding, keeping and evicting prefixes took."""
+        report = self._last_report
+        return report.prefix_nanoseconds / 1e9 if report is not None else 0.0
 
     @property
     def alive(self) -> bool:
@@ -346,10 +359,11 @@ class Engine:
         # A look without the lock may be taken for true: each of these is one whole object at any
         # time, and what comes just after the look is found by the next one, for the loop sleeps
         # only after a look with the lock.
+        began = time.monotonic_ns()
         if self._has_news():
             plan, report = self._plan_with(self._take_news())
         else:
-            plan, report = self._core.plan(time.monotonic_ns())
+            plan, report = self._core.plan(began)
         self._uncommitted = step = plan.step if plan.tokens else None
         if report.is_empty:
             self._last_report = report
@@ -370,7 +384,9 @@ class Engine:
             self._hand_out(report)
             return True
         prompts = self._score_prompts(plan) if self._scores.asked else _NO_PROMPTS
-        report = self._core.commit(step, tokens, None, time.monotonic_ns())
+        ended = time.monotonic_ns()
+        report = self._core.commit(step, tokens, None, ended)
+        self._step_nanoseconds += ended - began
         self._uncommitted = None
         if self._stoppable:
             self._end_at_stop_ids(report)

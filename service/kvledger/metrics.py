@@ -16,7 +16,7 @@ from prometheus_client import (
     ProcessCollector,
     disable_created_metrics,
 )
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 # A second series for each counter, about when it was made, that nobody charts.
@@ -90,6 +90,10 @@ class Metrics:
         """A gauge whose value is asked for at every scrape; from another thread."""
         Gauge(name, meaning, registry=self.registry).set_function(value)
 
+    def watch_total(self, name: str, meaning: str, value: Callable[[], float]) -> None:
+        """The same of what only grows; `name` is without `_total`."""
+        self.registry.register(_WatchedTotal(name, meaning, value))
+
     def watch_by(
         self, name: str, meaning: str, label: str, values: Callable[[], Mapping[str, float]]
     ) -> None:
@@ -115,3 +119,18 @@ class _Watched(Collector):
         for label, value in self._values().items():
             family.add_metric([label], value)
         return [family]
+
+
+class _WatchedTotal(Collector):
+    """A counter that somebody else keeps."""
+
+    def __init__(self, name: str, meaning: str, value: Callable[[], float]) -> None:
+        self._name, self._meaning, self._value = name, meaning, value
+
+    def describe(self) -> Iterable[CounterMetricFamily]:
+        """The metric without a value, so that registering asks for none."""
+        return [CounterMetricFamily(self._name, self._meaning)]
+
+    def collect(self) -> Iterable[CounterMetricFamily]:
+        """The value now."""
+        return [CounterMetricFamily(self._name, self._meaning, value=self._value())]
