@@ -19,6 +19,7 @@ from typing import Any
 
 from bench import report
 from bench.arms.arm import ArmSettings
+from bench.company import Company
 from bench.duress import Bar
 from bench.load import OK, Words, percentile
 from bench.reusing.figures import jain, middle, ratios, share
@@ -74,7 +75,7 @@ SETTINGS = {
 @asynccontextmanager
 async def served(
     settings: ArmSettings, limits: Mapping[str, Mapping[str, Any]], serve: tuple[str, ...]
-) -> AsyncIterator[tuple[TenantServer, dict[str, Asker]]]:
+) -> AsyncIterator[dict[str, Asker]]:
     """A server for tenants with these limits, besides their guarantees; a client for each."""
     with tempfile.TemporaryDirectory(prefix="kvledger-bench-") as name:
         folder = Path(name)
@@ -96,7 +97,9 @@ async def served(
             await server.start()
             askers = {tenant: server.asker(token) for tenant, token in tokens.items()}
             print(server.described, flush=True)
-            yield server, askers
+            company = Company(settings.cores, [server.group])
+            yield askers
+            print(company.sentence(), flush=True)
         finally:
             for asker in askers.values():
                 await asker.close()
@@ -175,7 +178,7 @@ async def measure(settings: ArmSettings, options: argparse.Namespace) -> list[Ba
         setting = SETTINGS[name]
         limits = {"quiet": {}, "flood": setting.limits}
         print(f"\n--- {name}: {setting.meaning}")
-        async with served(settings, limits, setting.serve) as (_, askers):
+        async with served(settings, limits, setting.serve) as askers:
             bars += await rounds(name, askers, options, setting.priority)
     return bars
 
@@ -237,7 +240,7 @@ def ttft(answers: list[Answer], percent: float) -> float:
 async def measure_fairness(settings: ArmSettings, options: argparse.Namespace) -> list[Bar]:
     """Two equal tenants who both flood: how equal their block-seconds are."""
     limits: dict[str, dict[str, Any]] = {"left": {}, "right": {}}
-    async with served(settings, limits, ()) as (_, askers):
+    async with served(settings, limits, ()) as askers:
         words = Words(options.seed, 49_152)
         async with (
             Flood(askers["left"], words) as left,

@@ -1,6 +1,7 @@
 """What admitting a prompt costs whose beginning is cached: the core alone, no model.
 
-Beside it, what those cost that cannot be admitted: they are matched anew at each step.
+Beside it, what those cost that cannot be admitted, for they are matched anew at each step; and what
+it costs that the core times its prefix cache.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _CANCELLED = 4
 class Core:
     """A core with room, driven as the engine does, with tokens of no model."""
 
-    def __init__(self, blocks: int, context: int, rows: int = 16) -> None:
+    def __init__(self, blocks: int, context: int, rows: int = 16, times: bool = True) -> None:
         self.engine = _core.Engine(
             blocks=blocks,
             slots_per_block=BLOCK_TOKENS,
@@ -40,7 +41,7 @@ class Core:
             end_of_text=[],
             reuses_prefixes=True,
             seed=1,
-            times_prefixes=True,
+            times_prefixes=times,
             now=0,
         )
         self._now = 0
@@ -151,6 +152,29 @@ def waiting(length: int, count: int, rounds: int) -> Middle:
     return middle(times)
 
 
+def bookkeeping(count: int, times: bool, steps: int) -> float:
+    """Median seconds of plan and commit of a step in which `count` sequences decode."""
+    core = Core(count * (steps // BLOCK_TOKENS + 4), 64 * count, rows=count, times=times)
+    prompts = [prompt_of(2 * BLOCK_TOKENS, seed) for seed in range(count)]
+    plan, _ = core.plan(core.arrivals(prompts, steps + 2))
+    core.commit(plan)
+    taken = []
+    for _ in range(steps):
+        started = time.perf_counter()
+        plan, _ = core.plan()
+        assert plan.decode_tokens == count
+        core.commit(plan)
+        taken.append(time.perf_counter() - started)
+    return middle(taken).median
+
+
+def timing(count: int, rounds: int) -> Middle:
+    """Seconds a step that timing the prefix cache adds, of pairs with and without."""
+    return middle(
+        bookkeeping(count, True, 200) - bookkeeping(count, False, 200) for _ in range(rounds)
+    )
+
+
 def measure(options: argparse.Namespace) -> list[Bar]:
     """Prints a line for each length; the bar is about the worst."""
     found = {length: admitting(length, options.rounds) for length in LENGTHS}
@@ -169,6 +193,13 @@ def measure(options: argparse.Namespace) -> list[Bar]:
         f"a step beside {count} that wait with {length} cached tokens each: plan "
         f"{times.median * 1e6:.0f} us ({times.low * 1e6:.0f} to {times.high * 1e6:.0f})"
     )
+    for count in (1, 16, 64):
+        added = timing(count, 11)
+        print(
+            f"timing it adds {added.median * 1e6:.2f} us ({added.low * 1e6:.2f} to "
+            f"{added.high * 1e6:.2f}) to a step in which {count} decode",
+            flush=True,
+        )
     return [
         Bar(
             "admitting a cached token",
