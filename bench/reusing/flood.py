@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping
@@ -26,7 +27,7 @@ from bench.reusing.figures import jain, middle, ratios, share
 from bench.reusing.servers import Answer, Asker, TenantServer, require_ok
 from kvledger.tenants import editing
 
-GUARANTEED = 0.5
+GUARANTEED = 0.49  # of each: one block of the pool stays for tenants without a guarantee
 POOL_BLOCKS = 512
 BLOCK_TOKENS = 32
 HITS_LOST_MOST = 0.05
@@ -34,7 +35,7 @@ TTFT_MOST = 1.3  # beside the flood over alone
 JAIN_LEAST = 0.95
 FLOOD_PROMPT, FLOOD_OUTPUT = 1024, 8
 # As many of these as hold ten times what is guaranteed.
-FLOOD_AT_ONCE = int(10 * GUARANTEED * POOL_BLOCKS * BLOCK_TOKENS / FLOOD_PROMPT)
+FLOOD_AT_ONCE = math.ceil(10 * GUARANTEED * POOL_BLOCKS * BLOCK_TOKENS / FLOOD_PROMPT)
 SYSTEM, TURN, ANSWER = 256, 48, 16  # tokens of the quiet tenant's conversations
 _SETTLING = 6.0  # seconds that a flood runs before it counts
 _AGAIN = 0.5  # seconds after which a refused request comes again

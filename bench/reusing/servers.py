@@ -110,11 +110,8 @@ def require_ok(answers: Sequence[Answer]) -> None:
             raise NotRun(f"a request ended with {answer.status}: {answer.reason}")
 
 
-class MeasuredServer(Kvledger):
-    """`kvledger serve` whose metrics can be read."""
-
-    def __init__(self, settings: ArmSettings, extra: Sequence[str] = ()) -> None:
-        super().__init__(settings, ["--metrics-listen", "127.0.0.1:0", *extra])
+class AskedServer(Kvledger):
+    """`kvledger serve` with clients that hear what they reused."""
 
     @property
     def started(self) -> bool:
@@ -123,34 +120,42 @@ class MeasuredServer(Kvledger):
 
     def asker(self, token: str | None = None) -> Asker:
         """A client, once started."""
-        return Asker(self._event("serving")["listen"], token)
+        return Asker(self.addresses["listen"], token)
 
-    def _event(self, name: str) -> dict[str, str]:
+    @property
+    def addresses(self) -> dict[str, str]:
+        """What the server says when it is ready."""
         assert self._process is not None
         for line in self._process.said().splitlines():
             if line.startswith("{"):
                 event: dict[str, str] = json.loads(line)
-                if event["event"] == name:
+                if event["event"] == "serving":
                     return event
-        raise NotRun(f"the server never said {name}")
+        raise NotRun("the server never said where it listens")
+
+
+class MeasuredServer(AskedServer):
+    """The same, and its metrics can be read."""
+
+    def __init__(self, settings: ArmSettings, extra: Sequence[str] = ()) -> None:
+        super().__init__(settings, ["--metrics-listen", "127.0.0.1:0", *extra])
 
     async def metric(self, name: str) -> float:
         """The value of a metric without labels."""
-        text = await asyncio.to_thread(_fetch, self._event("serving")["metrics"])
+        text = await asyncio.to_thread(_fetch, self.addresses["metrics"])
         for line in text.splitlines():
             if line.startswith(f"{name} "):
                 return float(line.split()[1])
         raise NotRun(f"the server has no metric {name}")
 
 
-class TenantServer(MeasuredServer):
+class TenantServer(AskedServer):
     """The same for tenants of a file, on a unix socket, which needs no TLS."""
 
     def __init__(
         self, settings: ArmSettings, tenants: str, listen: str, extra: Sequence[str] = ()
     ) -> None:
         super().__init__(settings, extra)
-        self._options = list(extra)
         self._identity = ["--tenants", tenants, "--listen", f"unix:{listen}"]
 
     @property
@@ -161,11 +166,11 @@ class TenantServer(MeasuredServer):
     @property
     def described(self) -> str:
         """Its command line, without paths."""
-        model = self.settings.model.name
         return shlex.join(
             [
                 *("kvledger", "serve", "--tenants", "tenants.json", "--listen", "unix:socket"),
-                *("--model", model, "--threads", str(self.settings.threads), *self._options),
+                *("--model", self.settings.model.name, "--threads", str(self.settings.threads)),
+                *self._extra,
             ]
         )
 

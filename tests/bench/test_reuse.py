@@ -105,7 +105,7 @@ def test_hits_and_times_are_of_all_tokens() -> None:
 def test_a_flood_is_ten_times_what_is_guaranteed() -> None:
     """A flood that fits would show nothing."""
     held = FLOOD_AT_ONCE * FLOOD_PROMPT / BLOCK_TOKENS
-    assert held == 10 * GUARANTEED * POOL_BLOCKS
+    assert 0 <= held - 10 * GUARANTEED * POOL_BLOCKS < FLOOD_PROMPT / BLOCK_TOKENS
     words = Words(0, 49_152)
     assert words.draw(FLOOD_PROMPT) != words.draw(FLOOD_PROMPT)
 
