@@ -115,7 +115,7 @@ def test_admitting_finds_what_is_cached() -> None:
     found = admitting(640, 3)
     assert 0 < found.prefixes.median < found.plan.median
     assert waiting(640, 3, 4).median > 0
-    assert all(bookkeeping(2, times, 40) > 0 for times in (True, False))
+    assert all(bookkeeping(1, times, 80) > 0 for times in (True, False))
 
 
 def test_scenarios_have_their_own_defaults() -> None:
