@@ -37,8 +37,10 @@ FLOOD_PROMPT, FLOOD_OUTPUT = 1024, 8
 # As many of these as hold ten times what is guaranteed.
 FLOOD_AT_ONCE = math.ceil(10 * GUARANTEED * POOL_BLOCKS * BLOCK_TOKENS / FLOOD_PROMPT)
 SYSTEM, TURN, ANSWER = 256, 48, 16  # tokens of the quiet tenant's conversations
+_PATIENCE = 60.0  # seconds after which the quiet tenant gives a request up
 _SETTLING = 6.0  # seconds that a flood runs before it counts
-_AGAIN = 0.5  # seconds after which a refused request comes again
+# Seconds after which a refused request comes again: when it was asked to, within these.
+_AGAIN_LEAST, _AGAIN_MOST = 0.5, 10.0
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,7 @@ class Flood:
             answer = await self._asker.ask(self._words.draw(FLOOD_PROMPT), FLOOD_OUTPUT)
             self.answers.append(answer)
             if answer.status != OK:
-                await asyncio.sleep(_AGAIN)
+                await asyncio.sleep(max(_AGAIN_LEAST, min(answer.come_back, _AGAIN_MOST)))
 
 
 async def converse(
@@ -140,8 +142,10 @@ async def converse(
     answers = []
     for _ in range(options.turns):
         history.extend(words.draw(TURN))
-        answer = await asker.ask(history, ANSWER, priority=priority)
+        answer = await asker.ask(history, ANSWER, priority=priority, timeout=_PATIENCE)
         answers.append(answer)
+        if answer.status != OK:
+            break
         history.extend(answer.tokens)
         await asyncio.sleep(options.think)
     return answers
@@ -159,9 +163,7 @@ async def quiet_phase(
 
     spread = options.think / options.users
     lists = await asyncio.gather(*(user(spread * index) for index in range(options.users)))
-    answers = [answer for answers in lists for answer in answers]
-    require_ok(answers)
-    return answers
+    return [answer for answers in lists for answer in answers]
 
 
 def hit_rate(answers: list[Answer]) -> float:
@@ -192,30 +194,34 @@ async def rounds(
     alone: list[list[Answer]] = []
     beside: list[list[Answer]] = []
     require_ok([await askers["quiet"].ask(words.draw(64), 8)])
-    done = refused = 0
+    done = refused = given_up = 0
     for _ in range(options.rounds):
         alone.append(await quiet_phase(askers["quiet"], words, options, priority))
+        require_ok(alone[-1])
         async with Flood(askers["flood"], words) as flood:
             await asyncio.sleep(_SETTLING)
             beside.append(await quiet_phase(askers["quiet"], words, options, priority))
         done += sum(answer.status == OK for answer in flood.answers)
         refused += sum(answer.status != OK for answer in flood.answers)
+        given_up += sum(answer.status != OK for answer in beside[-1])
         print(
             f"  hits {hit_rate(alone[-1]):.1%} alone, {hit_rate(beside[-1]):.1%} beside; TTFT p50 "
             f"{report.milliseconds(ttft(alone[-1], 50))} and "
             f"{report.milliseconds(ttft(beside[-1], 50))} ms; flood: {done} answered, "
-            f"{refused} refused so far",
+            f"{refused} refused so far; {given_up} quiet ones not answered within "
+            f"{_PATIENCE:g} s",
             flush=True,
         )
         await asyncio.sleep(1.0)  # what was cancelled is gone
     lost = middle(hit_rate(a) - hit_rate(b) for a, b in zip(alone, beside, strict=True))
     bars = [
+        Bar(f"{name}: all answered", given_up == 0, f"{given_up} given up", "none"),
         Bar(
             f"{name}: hits lost",
             lost.high < HITS_LOST_MOST,
             f"{lost.median:+.2%} ({lost.low:+.2%} to {lost.high:+.2%})",
             f"less than {HITS_LOST_MOST:.0%}",
-        )
+        ),
     ]
     for percent in (50, 99):
         every = [[a for phase in phases for a in phase] for phases in (alone, beside)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import math
 import shlex
 import time
 from collections.abc import Sequence
@@ -34,11 +35,12 @@ class Answer:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     held_seconds: float = 0.0  # blocks, summed over time
+    come_back: float = 0.0  # seconds after which the server asks who was refused to come again
 
     @property
     def ttft(self) -> float:
-        """Seconds until the first token."""
-        return self.arrivals[0] - self.sent
+        """Seconds until the first token; inf if none came."""
+        return self.arrivals[0] - self.sent if self.arrivals else math.inf
 
 
 class Asker:
@@ -55,12 +57,13 @@ class Asker:
         output: int,
         scope: int = generation_pb2.CACHE_SCOPE_UNSPECIFIED,
         priority: int = 0,
+        timeout: float | None = None,
     ) -> Answer:
         """A greedy answer of `output` tokens to token ids. Errors are in its status."""
         request = generate_request(prompt, output)
         request.cache.scope = scope
         request.priority = priority
-        return await self.send(request)
+        return await self.send(request, timeout)
 
     async def chat(self, messages: Sequence[tuple[int, str]], output: int) -> Answer:
         """The greedy answer to a conversation of (role, text), which may end by itself."""
@@ -75,11 +78,15 @@ class Asker:
         )
         return await self.send(request)
 
-    async def send(self, request: generation_pb2.GenerateRequest) -> Answer:
-        """One request, to its end."""
+    async def send(
+        self, request: generation_pb2.GenerateRequest, timeout: float | None = None
+    ) -> Answer:
+        """One request, to its end, or until so many seconds have passed."""
         answer = Answer(time.perf_counter())
         try:
-            async for response in self._stub.Generate(request, metadata=self._metadata):
+            async for response in self._stub.Generate(
+                request, metadata=self._metadata, timeout=timeout
+            ):
                 if response.HasField("delta"):
                     now = time.perf_counter()
                     answer.arrivals.extend([now] * len(response.delta.token_ids))
@@ -89,6 +96,9 @@ class Asker:
                     _note_end(answer, response.finished)
         except grpc.aio.AioRpcError as error:
             answer.status, answer.reason = error.code().name, error.details() or ""
+            for key, value in error.trailing_metadata() or ():
+                if key == "grpc-retry-pushback-ms":
+                    answer.come_back = float(value) / 1e3
         return answer
 
     async def close(self) -> None:

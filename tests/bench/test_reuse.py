@@ -100,6 +100,10 @@ def test_hits_and_times_are_of_all_tokens() -> None:
     assert hit_rate(answers) == 0.75
     assert ttft(answers, 99) == pytest.approx(0.5)
     assert ttft(answers, 50) == pytest.approx(0.1)
+    # Who never heard anything waited longer than all others, and hit nothing.
+    answers.append(Answer(sent=0.0, status="DEADLINE_EXCEEDED"))
+    assert hit_rate(answers) == 0.75
+    assert ttft(answers, 99) == math.inf
 
 
 def test_a_flood_is_ten_times_what_is_guaranteed() -> None:
