@@ -48,15 +48,19 @@ class Core:
         self._next = 0
 
     def arrivals(
-        self, prompts: list[npt.NDArray[np.int32]], output: int, keeps: bool = True
+        self,
+        prompts: list[npt.NDArray[np.int32]],
+        output: int,
+        keeps: bool = True,
+        tenant: int = 0,
     ) -> _core.Arrivals:
-        """Prompts that come at once."""
+        """Prompts that come at once, each tenant's in a scope of its own."""
         count = len(prompts)
         ids = np.arange(self._next, self._next + count, dtype=np.uint64)
         self._next += count
         return _core.Arrivals(
             ids=ids,
-            tenants=np.zeros(count, np.uint32),
+            tenants=np.full(count, tenant, np.uint32),
             arrived_at=np.full(count, self._now, np.int64),
             priorities=np.zeros(count, np.int32),
             output_tokens_max=np.full(count, output, np.int64),
@@ -64,7 +68,7 @@ class Core:
             samples=np.ones(count, np.int64),
             offsets=np.cumsum([0, *map(len, prompts)], dtype=np.int64),
             tokens=np.concatenate(prompts),
-            own_scopes=np.full(count, _SCOPE, np.uint32),
+            own_scopes=np.full(count, _SCOPE + tenant, np.uint32),
             shared_scopes=np.zeros(count, np.uint32),
             shared_tokens=np.zeros(count, np.int64),
             scope_flags=np.full(count, _KEEPS_AND_REUSES if keeps else 0, np.uint8),

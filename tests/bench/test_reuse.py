@@ -28,7 +28,7 @@ from bench.reusing.flood import (
     hit_rate,
     ttft,
 )
-from bench.reusing.match import admitting, bookkeeping, waiting
+from bench.reusing.match import Core, admitting, bookkeeping, prompt_of, waiting
 from bench.reusing.servers import Answer
 
 
@@ -120,6 +120,28 @@ def test_admitting_finds_what_is_cached() -> None:
     assert 0 < found.prefixes.median < found.plan.median
     assert waiting(640, 3, 4).median > 0
     assert all(bookkeeping(1, times, 80) > 0 for times in (True, False))
+
+
+@pytest.mark.parametrize("guaranteed", [True, False])
+def test_a_guarantee_keeps_hits_through_a_flood(guaranteed: bool) -> None:
+    """A tenant that floods would take the quiet one's hits; without a guarantee it does."""
+    core = Core(64, 1024)
+    if guaranteed:
+        core.engine.set_shares([(1, 31, 33, 64, False), (2, 31, 33, 64, False)], 0)
+    prompt = prompt_of(641, 1)
+
+    def found() -> int:
+        plan, _ = core.plan(core.arrivals([prompt], 1, tenant=2))
+        core.commit(plan)
+        return len(prompt) - plan.tokens
+
+    core.run(core.arrivals([prompt], 1, tenant=2))
+    assert found() == 640
+    for number in range(100):  # 25 times the pool
+        core.run(core.arrivals([prompt_of(512, 10 + number)], 1, tenant=1))
+    assert found() == (640 if guaranteed else 0)
+    assert core.engine.prefix_counts["evicted"] > 1400
+    assert core.engine.audit() is None
 
 
 def test_scenarios_have_their_own_defaults() -> None:
