@@ -19,7 +19,11 @@ constexpr TenantId kNobody{~0U};
 
 PrefixCache::PrefixCache(const PrefixCacheSettings& settings, std::int64_t slots_per_block,
                          Ledger& ledger, BlockPool& pool)
-    : slots_per_block_(slots_per_block), ledger_(ledger), pool_(pool), shares_(ledger) {
+    : slots_per_block_(slots_per_block),
+      ledger_(ledger),
+      pool_(pool),
+      shares_(ledger),
+      timer_(settings.clock) {
   if (!settings.on) {
     return;
   }
@@ -38,6 +42,7 @@ PrefixCache::PrefixCache(const PrefixCacheSettings& settings, std::int64_t slots
 }
 
 void PrefixCache::begin(Sequence& sequence) const {
+  const auto timed = timer_.call();
   if (!is_on()) {
     return;
   }
@@ -70,6 +75,7 @@ TenantId PrefixCache::owner_of(const Sequence& sequence, ScopeId scope) const no
 }
 
 PrefixMatch PrefixCache::match(Sequence& waiting) {
+  const auto timed = timer_.call();
   PrefixMatch match;
   if (!is_on() || !waiting.scopes.reuses) {
     waiting.path.clear();
@@ -159,6 +165,7 @@ std::optional<PrefixNode> PrefixCache::find(const Sequence& sequence, std::int64
 }
 
 BlockId PrefixCache::adopt(Sequence& sequence, std::int64_t index) {
+  const auto timed = timer_.call();
   PathEntry& entry = checked_at(sequence.path, static_cast<std::size_t>(index));
   const BlockId block = *index_->block_of(entry.node);
   index_->pin(entry.node);
@@ -182,6 +189,7 @@ void PrefixCache::count(Sequence& sequence, std::int64_t index, std::int64_t tok
 }
 
 void PrefixCache::follow(const Sequence& from, Sequence& to, Nanoseconds stamp) {
+  const auto timed = timer_.call();
   const PrefixNode node = from.path[to.path.size()].node;
   if (index_->knows(node)) {
     index_->pin(node);
@@ -191,11 +199,13 @@ void PrefixCache::follow(const Sequence& from, Sequence& to, Nanoseconds stamp) 
 }
 
 void PrefixCache::pin_source(const PrefixMatch& match) {
+  const auto timed = timer_.call();
   index_->pin(match.source);
   index_->use(match.source);
 }
 
 void PrefixCache::unpin_source(const PrefixMatch& match) {
+  const auto timed = timer_.call();
   index_->unpin(match.source);
 }
 
@@ -204,6 +214,7 @@ void PrefixCache::count_tail(Sequence& sequence, const PrefixMatch& match) {
 }
 
 bool PrefixCache::has_next(const Sequence& running) {
+  const auto timed = timer_.call();
   const auto index = static_cast<std::int64_t>(running.path.size());
   return is_on() && running.scopes.reuses && !running.path_ends &&
          running.computed / slots_per_block_ == index &&
@@ -214,6 +225,7 @@ bool PrefixCache::has_next(const Sequence& running) {
 }
 
 BlockId PrefixCache::adopt_next(Sequence& sequence) {
+  const auto timed = timer_.call();
   const auto index = static_cast<std::int64_t>(sequence.path.size());
   const std::optional<PrefixNode> node = find(sequence, index, scope_of(sequence, index));
   KVL_CHECK(node.has_value());
@@ -222,6 +234,7 @@ BlockId PrefixCache::adopt_next(Sequence& sequence) {
 }
 
 std::optional<PrefixCache::Place> PrefixCache::next_place(const Sequence& sequence) const {
+  const auto timed = timer_.call();
   const auto index = static_cast<std::int64_t>(sequence.path.size());
   if (!is_on() || !sequence.scopes.keeps || sequence.path_ends ||
       (index + 1) * slots_per_block_ >= sequence.token_count()) {
@@ -276,6 +289,7 @@ void PrefixCache::note_twice(Sequence& sequence, std::int64_t index) noexcept {
 }
 
 std::optional<BlockId> PrefixCache::exchange(Sequence& sequence, std::int64_t index, BlockId own) {
+  const auto timed = timer_.call();
   PathEntry& entry = checked_at(sequence.path, static_cast<std::size_t>(index));
   if (!index_->knows(entry.node)) {
     return std::nullopt;
@@ -305,6 +319,7 @@ std::optional<PrefixNode> PrefixCache::place(const Sequence& sequence, std::int6
 }
 
 void PrefixCache::discard(Sequence& sequence) {
+  const auto timed = timer_.call();
   if (sequence.filled_from < 0) {
     return;
   }
@@ -317,6 +332,7 @@ void PrefixCache::discard(Sequence& sequence) {
 }
 
 void PrefixCache::leave(Sequence& sequence) {
+  const auto timed = timer_.call();
   for (auto entry = sequence.path.rbegin(); entry != sequence.path.rend(); ++entry) {
     index_->unpin(entry->node);
     entry->stamp = 0;
@@ -332,6 +348,7 @@ void PrefixCache::make_room_to_stay(std::int64_t blocks) {
 }
 
 void PrefixCache::stay(const Sequence& ended) {
+  const auto timed = timer_.call();
   const auto whole = static_cast<std::size_t>(ended.prompt_count / slots_per_block_);
   for (std::size_t i = 0; i < std::min(whole, ended.path.size()); ++i) {
     const PrefixNode node = ended.path[i].node;
@@ -367,6 +384,7 @@ bool PrefixCache::may_give(const Sequence& sequence) const noexcept {
 
 std::optional<Reservation> PrefixCache::reserve(RequestAccount account, TenantId tenant,
                                                 BlockCount count) {
+  const auto timed = timer_.call();
   if (count > available(tenant)) {
     return std::nullopt;
   }
@@ -377,6 +395,7 @@ std::optional<Reservation> PrefixCache::reserve(RequestAccount account, TenantId
 }
 
 void PrefixCache::set_shares(const std::vector<PoolShare>& shares) {
+  const auto timed = timer_.call();
   const std::vector<PoolShare> before = shares_.apart();
   shares_.set(shares);
   if (!is_on()) {
@@ -429,6 +448,7 @@ bool PrefixCache::evict_from(std::optional<CacheOwner> owner) {
 }
 
 void PrefixCache::keep_within_shares() {
+  const auto timed = timer_.call();
   if (!is_on()) {
     return;
   }
@@ -462,6 +482,7 @@ void PrefixCache::end_scope(Sequence& sequence, ScopeId scope) const noexcept {
 }
 
 std::int64_t PrefixCache::purge(ScopeId scope) {
+  const auto timed = timer_.call();
   if (!is_on()) {
     return 0;
   }
@@ -492,6 +513,7 @@ std::int64_t PrefixCache::take_out() {
 PrefixCounts PrefixCache::counts() const noexcept {
   PrefixCounts counts = counts_;
   counts.mismatches = is_on() ? index_->mismatches() : 0;
+  counts.nanoseconds = timer_.nanoseconds();
   return counts;
 }
 

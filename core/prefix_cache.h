@@ -26,6 +26,7 @@
 #include <vector>
 
 #include "core/block_pool.h"
+#include "core/call_timer.h"
 #include "core/ledger.h"
 #include "core/pool_shares.h"
 #include "core/prefix_index.h"
@@ -41,6 +42,8 @@ struct PrefixCacheSettings {
   // How much more a block costs to compute than the one before it, of what the first one costs
   // (reuse_policy.h); 0 takes all for the same.
   double cost_growth = 0.0;
+  // Times the calls (PrefixCounts::nanoseconds); without one nothing is timed.
+  CallTimer::Clock clock = nullptr;
 };
 
 // What a sequence could begin with.
@@ -63,6 +66,8 @@ struct PrefixCounts {
   std::uint64_t mismatches = 0;
   // Blocks of another owner that the index named and the books refused: must stay 0.
   std::uint64_t foreign = 0;
+  // Time in here and in what the scheduler does for it, where there is a clock.
+  Nanoseconds nanoseconds = 0;
 };
 
 class PrefixCache {
@@ -102,6 +107,7 @@ class PrefixCache {
   // the i-th of its table.
   template <class BlockAt>
   void insert(Sequence& sequence, const BlockAt& block_at) {
+    const auto timed = timer_.call();
     while (can_insert(sequence)) {
       insert_one(sequence, block_at(static_cast<std::int64_t>(sequence.path.size())));
     }
@@ -138,6 +144,8 @@ class PrefixCache {
   std::int64_t purge(ScopeId scope);
 
   bool is_on() const noexcept { return index_.has_value(); }
+  // Counts the caller's time as the cache's, until what it returns ends.
+  [[nodiscard]] CallTimer::Call timed() const noexcept { return timer_.call(); }
   PrefixCounts counts() const noexcept;
   // Adds the references that scopes have themselves; by block.
   void count_references(std::vector<std::uint32_t>& references) const;
@@ -185,6 +193,7 @@ class PrefixCache {
   std::vector<BlockId> freed_;  // of a purge
   std::vector<BlockId> pinned_;
   PrefixCounts counts_;
+  mutable CallTimer timer_;  // of const calls too
 };
 
 }  // namespace kvledger

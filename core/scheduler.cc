@@ -284,6 +284,7 @@ void Scheduler::find_waiters() {
   if (!cache_.is_on() || candidates_.size() < 2) {
     return;
   }
+  const auto timed = cache_.timed();
   std::sort(candidates_.begin(), candidates_.end(),
             [](const auto& a, const auto& b) { return ByRank{}(a.sequence, b.sequence); });
   for (std::size_t i = 1; i < candidates_.size(); ++i) {

@@ -5,6 +5,7 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <chrono>
 #include <memory>
 #include <numeric>
 #include <optional>
@@ -69,7 +70,13 @@ Report report_of(Engine& engine) {
 py::dict counts_of(const PrefixCounts& counts) {
   return py::dict("lookups"_a = counts.lookups, "reused_tokens"_a = counts.reused_tokens,
                   "inserted"_a = counts.inserted, "evicted"_a = counts.evicted,
-                  "mismatches"_a = counts.mismatches, "foreign"_a = counts.foreign);
+                  "mismatches"_a = counts.mismatches, "foreign"_a = counts.foreign,
+                  "nanoseconds"_a = counts.nanoseconds);
+}
+
+Nanoseconds steady_now() noexcept {
+  const auto now = std::chrono::steady_clock::now().time_since_epoch();
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
 }
 
 // A view of records that live as long as `report`; one for all where there are none.
@@ -179,14 +186,12 @@ EndReason end_reason(int reason) {
   return static_cast<EndReason>(reason);
 }
 
-std::unique_ptr<BoundEngine> make_engine(std::int64_t blocks, std::int32_t slots_per_block,
-                                         std::int64_t context_tokens, std::int64_t token_budget,
-                                         std::int64_t sequences_max, std::vector<Token> end_of_text,
-                                         std::int64_t aging_per_priority,
-                                         std::int64_t overtakes_max, std::int64_t preemptions_max,
-                                         std::int64_t step_time_max, std::int64_t step_stretch,
-                                         bool reuses_prefixes, std::uint64_t seed,
-                                         double cost_growth, std::int64_t now) {
+std::unique_ptr<BoundEngine> make_engine(
+    std::int64_t blocks, std::int32_t slots_per_block, std::int64_t context_tokens,
+    std::int64_t token_budget, std::int64_t sequences_max, std::vector<Token> end_of_text,
+    std::int64_t aging_per_priority, std::int64_t overtakes_max, std::int64_t preemptions_max,
+    std::int64_t step_time_max, std::int64_t step_stretch, bool reuses_prefixes, std::uint64_t seed,
+    double cost_growth, bool times_prefixes, std::int64_t now) {
   require(blocks >= 1 && blocks < (std::int64_t{1} << 31), "blocks must be from 1 to 2^31 - 1");
   require(slots_per_block >= 1, "slots_per_block must be at least 1");
   require(context_tokens >= 2, "context_tokens must be at least 2");
@@ -211,6 +216,7 @@ std::unique_ptr<BoundEngine> make_engine(std::int64_t blocks, std::int32_t slots
   settings.prefixes.seed = seed;
   require(cost_growth >= 0.0 && cost_growth <= 1.0, "cost_growth must be from 0 to 1");
   settings.prefixes.cost_growth = cost_growth * slots_per_block;
+  settings.prefixes.clock = times_prefixes ? &steady_now : nullptr;
   return std::make_unique<BoundEngine>(std::make_unique<Engine>(settings, now));
 }
 
@@ -420,6 +426,9 @@ void bind_report(py::module_& module) {
           "Whether there are receipts or refusals.")
       .def_readonly("running", &Report::running)
       .def_readonly("waiting", &Report::waiting)
+      .def_property_readonly(
+          "prefix_nanoseconds", [](const Report& r) { return r.prefixes.nanoseconds; },
+          "Time spent on reuse so far, where prefixes are timed.")
       .def_property_readonly("balances", &balances_of,
                              "int64 [5]: blocks free, reserved, held, cached, releasing")
       .def_property_readonly(
@@ -530,7 +539,7 @@ void bind_engine(py::module_& module) {
            py::arg("overtakes_max") = 16, py::arg("preemptions_max") = 3,
            py::arg("step_time_max") = 0, py::arg("step_stretch") = 0,
            py::arg("reuses_prefixes") = false, py::arg("seed") = 0, py::arg("cost_growth") = 0.0,
-           py::arg("now"))
+           py::arg("times_prefixes") = false, py::arg("now"))
       .def("plan", &plan_step, py::arg("now"), py::arg("arrivals") = py::none(),
            py::arg("end_ids").noconvert() = py::none(),
            py::arg("end_reasons").noconvert() = py::none(),

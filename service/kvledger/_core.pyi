@@ -151,6 +151,8 @@ class Report:
     @property
     def waiting(self) -> int: ...
     @property
+    def prefix_nanoseconds(self) -> int: ...
+    @property
     def balances(self) -> npt.NDArray[np.int64]: ...
     @property
     def prefix_counts(self) -> dict[str, int]: ...
@@ -192,6 +194,7 @@ class Engine:
         reuses_prefixes: bool = ...,
         seed: int = ...,
         cost_growth: float = ...,
+        times_prefixes: bool = ...,
         now: int,
     ) -> None: ...
     def plan(

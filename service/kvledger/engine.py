@@ -21,6 +21,7 @@ import numpy.typing as npt
 import structlog
 
 from kvledger import _core
+from kvledger.arrivals import as_arrays, share_numbers
 from kvledger.errors import DeviceLost
 from kvledger.logit_changes import LogitChanges
 from kvledger.logprobs import PromptLogprobs, TokenLogprobs
@@ -40,9 +41,6 @@ _IDLE_SECONDS = 0.25
 # What most steps have to tell besides their tokens.
 _NO_LOGPROBS: Mapping[int, TokenLogprobs] = MappingProxyType({})
 _NO_PROMPTS: Mapping[int, Sequence[PromptLogprobs]] = MappingProxyType({})
-
-# What is true of a job's scopes, for the core.
-_KEEPS, _REUSES, _HAS_SHARED, _WRITES_SHARED, _STAYS = 1, 2, 4, 8, 16
 
 # What a block can be, in the order of the core's balances.
 BLOCK_STATES = ("free", "reserved", "held", "cached", "releasing")
@@ -145,6 +143,7 @@ def make_core(
         cost_growth=cost_growth,
         # Where things lie in the index must not be known to who chooses the tokens.
         seed=secrets.randbits(64),
+        times_prefixes=True,
         now=time.monotonic_ns(),
     )
 
@@ -195,6 +194,7 @@ class Engine:
         self._scores = PromptScores()
         self._stoppable: set[int] = set()  # sequences with tokens of their own that end them
         self._last_report: _core.Report | None = None
+        self._step_nanoseconds = 0
         self._last_beat = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -221,6 +221,17 @@ class Engine:
         """The core's PrefixCounts after the last step, for any thread; empty before the first."""
         report = self._last_report
         return {} if report is None else report.prefix_counts
+
+    @property
+    def step_seconds(self) -> float:
+        """Time of all steps so far, each from its plan to its commit."""
+        return self._step_nanoseconds / 1e9
+
+    @property
+    def prefix_seconds(self) -> float:
+        """Of that and of commits, what finding, keeping and evicting prefixes took."""
+        report = self._last_report
+        return report.prefix_nanoseconds / 1e9 if report is not None else 0.0
 
     @property
     def alive(self) -> bool:
@@ -359,10 +370,11 @@ class Engine:
         # A look without the lock may be taken for true: each of these is one whole object at any
         # time, and what comes just after the look is found by the next one, for the loop sleeps
         # only after a look with the lock.
+        began = time.monotonic_ns()
         if self._has_news():
             plan, report = self._plan_with(self._take_news())
         else:
-            plan, report = self._core.plan(time.monotonic_ns())
+            plan, report = self._core.plan(began)
         self._uncommitted = step = plan.step if plan.tokens else None
         if report.is_empty:
             self._last_report = report
@@ -383,7 +395,9 @@ class Engine:
             self._hand_out(report)
             return True
         prompts = self._score_prompts(plan) if self._scores.asked else _NO_PROMPTS
-        report = self._core.commit(step, tokens, None, time.monotonic_ns())
+        ended = time.monotonic_ns()
+        report = self._core.commit(step, tokens, None, ended)
+        self._step_nanoseconds += ended - began
         self._uncommitted = None
         if self._stoppable:
             self._end_at_stop_ids(report)
@@ -476,19 +490,7 @@ class Engine:
 
     def _plan_with(self, news: _News) -> tuple[_core.Plan, _core.Report]:
         if news.shares is not None:
-            self._core.set_shares(
-                [
-                    (
-                        share.tenant,
-                        share.guaranteed_blocks,
-                        share.live_blocks_max,
-                        share.max_blocks,
-                        share.sealed,
-                    )
-                    for share in news.shares
-                ],
-                time.monotonic_ns(),
-            )
+            self._core.set_shares(share_numbers(news.shares), time.monotonic_ns())
         if news.purges:
             # Before the arrivals, and with no step under way.
             blocks = self._core.purge(np.array(news.purges, dtype=np.uint32), time.monotonic_ns())
@@ -497,7 +499,7 @@ class Engine:
         resumes = [sequence for sequence, paused in news.pauses.items() if not paused]
         return self._core.plan(
             time.monotonic_ns(),
-            _as_arrays(news.arrivals),
+            as_arrays(news.arrivals),
             np.array([sequence for sequence, _ in news.ends], dtype=np.uint64),
             np.array([reason for _, reason in news.ends], dtype=np.uint8),
             np.array(pauses, dtype=np.uint64),
@@ -547,40 +549,3 @@ class Engine:
         if entry.row is not None and self._owners.get(entry.row) == sequence:
             del self._owners[entry.row]
             self._sampler.release(entry.row)
-
-
-def _as_arrays(jobs: list[Job]) -> _core.Arrivals | None:
-    if not jobs:
-        return None
-    lengths = np.array([0, *(len(job.prompt) for job in jobs)], dtype=np.int64)
-    return _core.Arrivals(
-        ids=np.array([job.sequence for job in jobs], dtype=np.uint64),
-        tenants=np.array([job.tenant for job in jobs], dtype=np.uint32),
-        arrived_at=np.array([job.arrived_at for job in jobs], dtype=np.int64),
-        priorities=np.array([job.priority for job in jobs], dtype=np.int32),
-        output_tokens_max=np.array([job.max_tokens for job in jobs], dtype=np.int64),
-        ignore_end_of_text=np.array([job.ignore_eos for job in jobs], dtype=np.bool_),
-        samples=np.array([job.samples for job in jobs], dtype=np.int64),
-        offsets=np.cumsum(lengths, dtype=np.int64),
-        tokens=np.concatenate([job.prompt for job in jobs]).astype(np.int32, copy=False),
-        own_scopes=np.array([job.scopes.own or 0 for job in jobs], dtype=np.uint32),
-        shared_scopes=np.array([job.scopes.shared or 0 for job in jobs], dtype=np.uint32),
-        shared_tokens=np.array([job.scopes.shared_tokens for job in jobs], dtype=np.int64),
-        scope_flags=np.array([_scope_flags(job) for job in jobs], dtype=np.uint8),
-    )
-
-
-def _scope_flags(job: Job) -> int:
-    """As the bindings of Arrivals have them."""
-    scopes = job.scopes
-    if scopes.own is None:
-        return 0
-    # Who wants to hear how likely the prompt was needs all of it computed.
-    reuses = job.prompt_logprobs is None
-    return (
-        _KEEPS
-        | (_REUSES if reuses else 0)
-        | (_HAS_SHARED if scopes.shared is not None else 0)
-        | (_WRITES_SHARED if scopes.writes_shared else 0)
-        | (_STAYS if scopes.keeps else 0)
-    )

@@ -212,6 +212,16 @@ class Server:
             "Time since the engine's loop last made progress.",
             lambda: self._engine.silence_seconds,
         )
+        self._metrics.watch_count(
+            "kvledger_engine_step_seconds",
+            "Time of the engine's steps, from plan to commit.",
+            lambda: self._engine.step_seconds,
+        )
+        self._metrics.watch_count(
+            "kvledger_prefix_index_seconds",
+            "Of the engine's time, what finding, keeping and evicting prefixes took.",
+            lambda: self._engine.prefix_seconds,
+        )
         self._metrics.watch_by(
             "kvledger_kv_blocks",
             "Blocks of the KV pool, by who has them, after the last step.",

@@ -160,3 +160,12 @@ def test_engines_do_not_stay_for_their_plans() -> None:
         make()
     gc.collect()
     assert resident() - before < 40 * 2**20
+
+
+def test_prefixes_are_timed_where_that_was_asked_for() -> None:
+    """The core reads no clock by itself, and a metric of nothing would look like no cost."""
+    for times in (False, True):
+        core, plan, planned = started(reuses_prefixes=True, times_prefixes=times)
+        committed = core.commit(plan.step, np.array([40, 41], np.int32), None, 2)
+        assert (0 < planned.prefix_nanoseconds < committed.prefix_nanoseconds) == times
+        assert core.prefix_counts["nanoseconds"] == committed.prefix_nanoseconds

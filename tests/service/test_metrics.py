@@ -122,6 +122,23 @@ async def test_they_say_what_is_so(server: ServerHarness) -> None:
     await server.require_all_free()
 
 
+async def test_time_of_steps_and_of_the_prefix_index_is_counted() -> None:
+    """Nobody could tell what looking for prefixes costs where nothing is ever found."""
+    names = ("kvledger_engine_step_seconds_total", "kvledger_prefix_index_seconds_total")
+    timed = {"reuses_prefixes": True, "times_prefixes": True}
+    async with serving("--metrics-listen", "127.0.0.1:0", **timed) as server:
+        before = await scraped(server)
+        assert before[names[0]] == 0
+        began = time.monotonic()
+        await server.answer(text="a" * 40, max_tokens=8)
+        elapsed = time.monotonic() - began
+        after = await scraped(server)
+        assert before[names[1]] < after[names[1]] < after[names[0]] < elapsed
+        await server.answer(text="b" * 40, max_tokens=8)
+        later = await scraped(server)
+        assert all(later[name] > after[name] for name in names)
+
+
 def _call_while_nothing_is_taken_in(address: str, count: int) -> None:
     """Calls that all come while the event loop, whose thread this is, stands still."""
     with grpc.insecure_channel(address) as channel:

@@ -1,0 +1,1 @@
+"""What `python -m bench.reuse` measures, a scenario a module."""
