@@ -132,6 +132,8 @@ class PrefixCache {
   std::optional<Reservation> reserve(RequestAccount account, TenantId tenant, BlockCount count);
 
   const PoolShares& shares() const noexcept { return shares_; }
+  // Blocks that requests of a tenant hold or have reserved.
+  BlockCount live(TenantId tenant) const noexcept { return ledger_.live(tenant); }
   // From now on these are the shares; cached blocks beyond them go with keep_within_shares().
   void set_shares(const std::vector<PoolShare>& shares);
   // Evicts what tenants have cached beyond their shares, and where sealed tenants' blocks belong.

@@ -9,10 +9,6 @@
 namespace kvledger {
 namespace {
 
-// Waiting sequences looked at in one step. More would only help when this many in a row do not
-// fit, and would make a step's cost depend on the length of the queue.
-constexpr std::size_t kLookahead = 8;
-
 constexpr BlockCount kNone{0};
 constexpr BlockCount kOne{1};
 
@@ -36,8 +32,9 @@ Scheduler::Scheduler(const SchedulerSettings& settings, std::int32_t slots_per_b
   running_.reserve(rows);
   chunks_.reserve(rows);
   leaders_.reserve(rows);
-  candidates_.reserve(rows + kLookahead);
+  candidates_.reserve(rows);
   passed_over_.reserve(kLookahead);
+  at_limit_.reserve(2 * kTenantsAtLimit);
 }
 
 void Scheduler::enqueue(Request& request) {
@@ -217,93 +214,6 @@ std::size_t Scheduler::victim_for(std::size_t index) const {
   return victim;
 }
 
-// Prompts that could be computed now: those already running, and the first waiting ones whose
-// blocks could be reserved.
-void Scheduler::collect_prefill(StepPlan& plan) {
-  candidates_.clear();
-  passed_over_.clear();
-  for (Sequence* sequence : running_) {
-    if (sequence->activity == Sequence::Activity::kPrefill && !sequence->paused) {
-      blocks_.catch_up(*sequence, plan);
-      candidates_.emplace_back();
-      candidates_.back().sequence = sequence;
-    }
-  }
-  std::int64_t rows = settings_.sequences_max - running();
-  BlockCount promised;                                  // to those chosen so far
-  auto passes = static_cast<std::int64_t>(kLookahead);  // that those looked at still put up with
-  for (Sequence* sequence : waiting_) {
-    if (rows == 0 || passes == 0 || passed_over_.size() == kLookahead) {
-      break;
-    }
-    passed_over_.push_back(sequence);
-    const Candidate next = candidate(*sequence);
-    const BlockCount needed =
-        blocks_to_admit(*sequence, next.shared + next.match.blocks * slots_per_block_) +
-        BlockCount{next.match.cached};
-    if (needed <= room_for(sequence->tenant) - promised) {
-      promised += needed + kOne;  // its blocks, and one to grow into
-      --rows;
-      --passes;
-      candidates_.push_back(next);
-    }
-    passes = std::min(passes, settings_.overtakes_max - sequence->overtaken);
-  }
-}
-
-// Blocks that a tenant's sequences may be admitted with: one stays for each that runs to grow into.
-// Where a tenant has a guarantee nobody else's sequences grow into that.
-BlockCount Scheduler::room_for(TenantId tenant) const {
-  std::int64_t growing = running();
-  if (cache_.shares().of(tenant).guaranteed > kNone) {
-    growing = std::count_if(running_.begin(), running_.end(),
-                            [&](const Sequence* other) { return other->tenant == tenant; });
-  }
-  return cache_.available(tenant) - BlockCount{growing};
-}
-
-// A waiting sequence, with what it could share now. Of its last token it needs the logits, so it
-// computes that itself.
-Scheduler::Candidate Scheduler::candidate(Sequence& waiting) {
-  Candidate next;
-  next.sequence = &waiting;
-  if (waiting.request->is_shared()) {
-    next.source = waiting.request->source();
-  }
-  if (next.source != nullptr) {
-    next.shared = std::min(waiting.prompt_count, waiting.token_count() - 1);
-  } else {
-    next.match = cache_.match(waiting);
-    next.reused = next.match.blocks * slots_per_block_ + next.match.tail;
-  }
-  return next;
-}
-
-// Who would compute the very block that an earlier one is about to compute waits for it.
-void Scheduler::find_waiters() {
-  if (!cache_.is_on() || candidates_.size() < 2) {
-    return;
-  }
-  const auto timed = cache_.timed();
-  std::sort(candidates_.begin(), candidates_.end(),
-            [](const auto& a, const auto& b) { return ByRank{}(a.sequence, b.sequence); });
-  for (std::size_t i = 1; i < candidates_.size(); ++i) {
-    const auto place = cache_.next_place(*candidates_[i].sequence);
-    for (std::size_t j = 0; j < i && place && candidates_[i].source == nullptr; ++j) {
-      const Candidate& first = candidates_[j];
-      if (first.waits_for != nullptr || first.source != nullptr) {
-        continue;
-      }
-      const auto other = cache_.next_place(*first.sequence);
-      if (other && other->parent == place->parent && other->scope == place->scope &&
-          std::ranges::equal(other->tokens, place->tokens)) {
-        candidates_[i].waits_for = first.sequence;
-        break;
-      }
-    }
-  }
-}
-
 // Prompt tokens for which the step has time, at most `budget`. Where a step is limited, those who
 // decode wait no longer for a prompt than the limit says. Now and then none have: what is left for
 // them is told by how long decoding alone takes, and that has to be known.
@@ -392,84 +302,6 @@ bool Scheduler::completes_next_block(const Sequence& sequence) const noexcept {
   return found->computed() % slots_per_block_ + found->tokens >= slots_per_block_;
 }
 
-// Whoever got a share of the budget runs; the waiting ones among them are admitted.
-void Scheduler::admit_chosen(Nanoseconds now, StepPlan& plan, StepReport& report) {
-  for (const Candidate& candidate : candidates_) {
-    if (candidate.tokens == 0) {
-      continue;
-    }
-    chunks_.push_back(Chunk{candidate.sequence, candidate.tokens});
-    if (candidate.sequence->state != Sequence::State::kRunning) {
-      begin(candidate, now, plan, report);
-    }
-  }
-  std::int64_t admitted_behind = 0;
-  for (auto examined = passed_over_.rbegin(); examined != passed_over_.rend(); ++examined) {
-    if ((*examined)->state == Sequence::State::kRunning) {
-      ++admitted_behind;
-    } else {
-      (*examined)->overtaken += admitted_behind;
-    }
-  }
-}
-
-// Admits a waiting sequence: with what it shares, and with a reservation for the rest.
-void Scheduler::begin(const Candidate& candidate, Nanoseconds now, StepPlan& plan,
-                      StepReport& report) {
-  Sequence& sequence = *candidate.sequence;
-  // Others may have evicted some of it since: then it needs more blocks, of which there are more.
-  PrefixMatch match = candidate.source == nullptr ? cache_.match(sequence) : PrefixMatch{};
-  const std::int64_t whole = match.blocks * slots_per_block_;
-  const BlockCount needed = blocks_to_admit(sequence, candidate.shared + whole);
-  if (cache_.available(sequence.tenant) <= needed + BlockCount{match.cached}) {
-    match.tail = 0;  // its source may be the very block that has to go
-  }
-  if (candidate.source == nullptr) {
-    cache_.count_lookup(sequence);
-  }
-  run(sequence, now, candidate.shared, whole + match.tail, report);
-  blocks_.begin_with(sequence, match, plan);
-  if (match.tail > 0) {
-    cache_.pin_source(match);
-  }
-  std::optional<Reservation> reservation = cache_.reserve(
-      sequence.account, sequence.tenant, blocks_to_admit(sequence, candidate.shared + whole));
-  KVL_CHECK(reservation.has_value());
-  sequence.reservation = std::move(*reservation);
-  if (match.tail > 0) {
-    blocks_.copy_tail(sequence, match, plan);
-    cache_.unpin_source(match);
-  }
-  if (candidate.shared > 0) {
-    blocks_.share(*candidate.source, sequence, candidate.shared, plan);
-    // The source may write into the last of them in this very step: copy it before.
-    for (BlockCount missing = blocks_.missing(sequence, candidate.tokens); missing > kNone;
-         missing -= kOne) {
-      blocks_.take(sequence, plan);
-    }
-  }
-  if (sequence.request->is_shared() && sequence.computed >= sequence.prompt_count) {
-    arrange(*sequence.request);
-  }
-}
-
-// Gives a waiting sequence a row and its place among the running ones.
-void Scheduler::run(Sequence& sequence, Nanoseconds now, std::int64_t shared_tokens,
-                    std::int64_t reused_tokens, StepReport& report) {
-  leave_queue(sequence);
-  sequence.row = tables_.take_row();
-  sequence.state = Sequence::State::kRunning;
-  sequence.held_back = false;
-  sequence.spend(now, Sequence::Activity::kPrefill);
-  running_.insert(std::upper_bound(running_.begin(), running_.end(), &sequence, ByRank{}),
-                  &sequence);
-  report.admissions.push_back(Admission{
-      sequence.id.value(), sequence.times.queued, static_cast<std::int32_t>(sequence.row.value()),
-      sequence.admitted_before ? 1 : 0, shared_tokens, reused_tokens});
-  sequence.admitted_before = true;
-  sequence.overtaken = 0;
-}
-
 void Scheduler::emit(Nanoseconds now, StepPlan& plan, StepReport& report) {
   leaders_.clear();
   const std::size_t chosen_chunks = chunks_.size();
@@ -500,28 +332,6 @@ void Scheduler::emit(Nanoseconds now, StepPlan& plan, StepReport& report) {
   for (const Leader& leader : leaders_) {
     fork_samples(*leader.sequence, leader.token, now, plan, report);
   }
-}
-
-// Lets the samples that wait for `leader` begin with it, at the logits of its prompt's last token.
-void Scheduler::fork_samples(const Sequence& leader, std::int32_t token, Nanoseconds now,
-                             StepPlan& plan, StepReport& report) {
-  for (Sequence* sample : leader.request->samples) {
-    if (!may_fork(*sample)) {
-      continue;
-    }
-    run(*sample, now, sample->prompt_count, 0, report);
-    blocks_.share(leader, *sample, sample->prompt_count, plan);
-    chunks_.push_back(Chunk{sample, 0});
-    plan.append_logits(token, sample->row);
-  }
-}
-
-// A protected sequence may not need a block later, so it cannot begin with one to copy.
-bool Scheduler::may_fork(const Sequence& sample) const {
-  return sample.state == Sequence::State::kWaiting && !sample.paused &&
-         sample.output_count() == 0 && !is_protected(sample) &&
-         running() < settings_.sequences_max && room_for(sample.tenant) > kNone &&
-         (waiting_.empty() || !ByRank{}(*waiting_.begin(), &sample));
 }
 
 void Scheduler::remove(Sequence& sequence) {
@@ -565,19 +375,6 @@ void Scheduler::leave_running(Sequence& sequence) {
   KVL_CHECK(place != running_.end() && *place == &sequence);
   running_.erase(place);
   paused_running_ -= sequence.paused ? 1 : 0;
-}
-
-// Blocks that a waiting sequence has to reserve if it begins with `shared_tokens` of another.
-BlockCount Scheduler::blocks_to_admit(const Sequence& sequence, std::int64_t shared_tokens) const {
-  std::int64_t tokens = sequence.token_count();
-  if (is_protected(sequence)) {
-    // The limit may be any number, so it is compared before it is added.
-    const std::int64_t last =
-        sequence.prompt_count +
-        std::min(sequence.output_tokens_max, sequence.tokens_max - sequence.prompt_count);
-    tokens = last - 1;  // the last token ends the sequence before it needs a slot
-  }
-  return blocks_for(tokens) - blocks_.full_blocks(shared_tokens);
 }
 
 // Whether the sequence was preempted as often as it may be: it reserves everything at once and is

@@ -30,9 +30,11 @@
 // this step, it waits for it: one step. Order and shares go by what a sequence would have to
 // compute if nothing were cached, so that nobody's place tells what others have cached.
 //
-// Shares. A tenant's sequences take no more blocks than its share, and never those that others have
-// guaranteed (pool_shares.h); who needs one beyond its tenant's limit preempts only its tenant's,
-// and nobody preempts a tenant that holds no more than its guarantee.
+// Shares. Who waits for room in its own tenant's share is passed by, and holds up nobody; who fits
+// into what is left of its tenant's guarantee passes everybody. A tenant's sequences take no more
+// blocks than its share, and never those that others have guaranteed (pool_shares.h); who needs one
+// beyond its tenant's limit preempts only its tenant's, and nobody preempts a tenant that holds no
+// more than its guarantee.
 //
 // Pausing. A paused sequence keeps its place and its blocks but is not planned. When somebody else
 // needs a block it is the first victim, wherever it stands: who does not take tokens should not
@@ -121,6 +123,12 @@ class Scheduler {
   BlockCount blocks_for(std::int64_t tokens) const noexcept { return blocks_.blocks_for(tokens); }
 
  private:
+  // Waiting sequences looked at in one step. More would only help when this many in a row do not
+  // fit, and would make a step's cost depend on the length of the queue.
+  static constexpr std::size_t kLookahead = 8;
+  // Tenants found to have all that they may have; in one step no more are looked for.
+  static constexpr std::size_t kTenantsAtLimit = 32;
+
   struct ByRank {
     bool operator()(const Sequence* a, const Sequence* b) const noexcept {
       return a->rank != b->rank ? a->rank < b->rank : a->id < b->id;
@@ -130,6 +138,10 @@ class Scheduler {
   // The phases of schedule(), in the order they run.
   std::int64_t choose_decode(Nanoseconds now, StepPlan& plan, StepReport& report);
   void collect_prefill(StepPlan& plan);
+  void collect_guaranteed(std::int64_t rows);
+  bool is_at_limit(TenantId tenant) const noexcept;
+  BlockCount promised_to(TenantId tenant) const noexcept;
+  BlockCount promised_to_all() const noexcept;
   void find_waiters();
   std::int64_t prefill_room(std::int64_t budget) const;
   void note_work() noexcept;
@@ -165,6 +177,8 @@ class Scheduler {
     // What the prefix index has for it, and how many tokens these are.
     PrefixMatch match;
     std::int64_t reused = 0;
+    // Blocks that it takes from what is available if it is admitted.
+    BlockCount needed;
     std::int64_t tokens = 0;  // its share of the budget
     // Another candidate that is about to compute its next block.
     const Sequence* waits_for = nullptr;
@@ -175,6 +189,7 @@ class Scheduler {
     std::int64_t listed() const noexcept { return pending() + reused + sequence->reused_now; }
   };
   Candidate candidate(Sequence& waiting);
+  bool is_candidate(const Sequence& sequence) const noexcept;
   void begin(const Candidate& candidate, Nanoseconds now, StepPlan& plan, StepReport& report);
   bool completes_next_block(const Sequence& sequence) const noexcept;
 
@@ -203,6 +218,7 @@ class Scheduler {
   // Used within one schedule(), kept to avoid allocation.
   std::vector<Candidate> candidates_;
   std::vector<Sequence*> passed_over_;
+  std::vector<TenantId> at_limit_;  // whose next sequence has no room in its own share
   std::vector<Chunk> chunks_;
   std::vector<Leader> leaders_;
   std::size_t decode_chunks_ = 0;

@@ -338,6 +338,47 @@ TEST_CASE("a tenant's share holds against a flood, and its limit against itself"
   CHECK(run(driver, 40, tokens(29)).reused_own == 28);
 }
 
+TEST_CASE("a guarantee is at hand at once, however many others wait before") {
+  // If this fails, a flood of one tenant holds up another that was promised room.
+  for (const std::int64_t limit : {8, 12}) {
+    EngineDriver driver(reusing(24));
+    driver.engine.set_shares(
+        {PoolShare{kAnna, BlockCount{8}, BlockCount{24}, BlockCount{24}, false},
+         PoolShare{kBen, BlockCount{0}, BlockCount{limit}, BlockCount{24}, false}},
+        0);
+    driver.manner = of(kBen, kBens);
+    for (std::uint64_t id = 1; id <= 40; ++id) {
+      driver.accept(id, tokens(23, static_cast<Token>(1000 * id)), 30);
+    }
+    driver.steps(6, 10);
+    driver.manner = of(kAnna, kAnnas);
+    driver.accept(100, tokens(20), 3);
+    driver.steps(1, 10);
+    CHECK(driver.admitted.back() == 100);
+    driver.run_out(3000, 10);
+  }
+}
+
+TEST_CASE("who waits for its own tenant's limit holds up nobody, however often it is passed") {
+  // If this fails, one tenant at its limit stops the server for all.
+  EngineDriver driver(reusing(40));
+  driver.engine.set_shares({PoolShare{kBen, BlockCount{0}, BlockCount{7}, BlockCount{40}, false}},
+                           0);
+  driver.manner = of(kBen, kBens);
+  driver.accept(1, tokens(20), 8);
+  driver.accept(2, tokens(20, 300), 8);
+  driver.manner = of(kAnna, kAnnas);
+  for (std::uint64_t id = 10; id < 50; ++id) {
+    driver.accept(id, tokens(5, static_cast<Token>(100 * id)), 1);
+  }
+  driver.steps(60, 10);
+  for (std::uint64_t id = 10; id < 50; ++id) {
+    CHECK(driver.receipts.contains(id));
+  }
+  driver.run_out(100, 10);
+  CHECK(driver.reason(2) == EndReason::kLength);
+}
+
 TEST_CASE("what waits and can never fit under a lowered share ends, what runs goes on") {
   // If this fails, one request keeps the queue standing for ever.
   EngineDriver driver(reusing(24));
