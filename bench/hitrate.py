@@ -56,16 +56,20 @@ def read_trace(path: Path) -> list[Request]:
         return [(1, json.loads(line)["hash_ids"]) for line in lines]
 
 
+class _NewBlocks:
+    """Ids of blocks that were never there before."""
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def __call__(self, count: int) -> list[int]:
+        self._next += count
+        return list(range(self._next - count, self._next))
+
+
 def chats(requests: int, seed: int) -> list[Request]:
     """Requests of conversations that go on after pauses, and of prompts that come once."""
-    chance = random.Random(seed)
-    next_id = 0
-
-    def new_blocks(count: int) -> list[int]:
-        nonlocal next_id
-        next_id += count
-        return list(range(next_id - count, next_id))
-
+    chance, new_blocks = random.Random(seed), _NewBlocks()
     tenants = 40
     systems = [new_blocks(chance.randint(1, 12)) for _ in range(tenants)]
     due: list[tuple[float, int, int, list[int]]] = []  # when, a tie breaker, tenant, blocks so far
@@ -101,14 +105,7 @@ def _turn(
 
 def agents(requests: int, seed: int) -> list[Request]:
     """Requests of agents: a long beginning that all of a tenant share, short ends, and scans."""
-    chance = random.Random(seed)
-    next_id = 0
-
-    def new_blocks(count: int) -> list[int]:
-        nonlocal next_id
-        next_id += count
-        return list(range(next_id - count, next_id))
-
+    chance, new_blocks = random.Random(seed), _NewBlocks()
     tenants = 60
     tools = [new_blocks(chance.randint(20, 120)) for _ in range(tenants)]
     made: list[Request] = []

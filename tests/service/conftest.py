@@ -12,7 +12,10 @@ from typing import Any
 import pytest
 import uvloop
 from hypothesis import settings
+from structlog.testing import CapturingLogger
+from test_admission import Clock
 
+from kvledger import admission
 from kvledger.tokenizer import Tokenizer, VocabularySource
 
 # A slow machine is no failure.
@@ -61,3 +64,19 @@ def model_metadata(model_file: Path) -> dict[str, Any]:
 @pytest.fixture(scope="session")
 def tokenizer(model_metadata: dict[str, Any]) -> Tokenizer:
     return Tokenizer(VocabularySource.from_gguf(model_metadata))
+
+
+@pytest.fixture
+def door_clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The door's time, which passes when a test says so."""
+    clock = Clock()
+    monkeypatch.setattr(admission, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def door_log(monkeypatch: pytest.MonkeyPatch) -> CapturingLogger:
+    """What the door logs."""
+    logger = CapturingLogger()
+    monkeypatch.setattr(admission, "_log", logger)
+    return logger

@@ -7,23 +7,10 @@ from structlog.testing import CapturingLogger
 from tenant_door import Door
 from test_admission import Clock
 
-from kvledger import admission
 from kvledger.engine import EndReason
 from kvledger.errors import TenantClosed
 
-
-@pytest.fixture(autouse=True)
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(admission, "time", clock)
-    return clock
-
-
-@pytest.fixture(autouse=True)
-def logger(monkeypatch: pytest.MonkeyPatch) -> CapturingLogger:
-    logger = CapturingLogger()
-    monkeypatch.setattr(admission, "_log", logger)
-    return logger
+pytestmark = pytest.mark.usefixtures("door_clock", "door_log")
 
 
 def test_more_than_may_run_waits_in_the_order_of_coming() -> None:
@@ -48,13 +35,13 @@ def test_more_than_may_run_waits_in_the_order_of_coming() -> None:
     assert not door.admission.open_requests
 
 
-def test_who_waits_at_the_door_keeps_the_time_of_coming(clock: Clock) -> None:
+def test_who_waits_at_the_door_keeps_the_time_of_coming(door_clock: Clock) -> None:
     """It would wait once more, behind all who came to the core meanwhile."""
     door = Door()
     door.limit(t1={"running_max": 1})
-    first, came = door.enter(1), clock.monotonic_ns()
+    first, came = door.enter(1), door_clock.monotonic_ns()
     door.enter(1)
-    clock.seconds += 7
+    door_clock.seconds += 7
     door.finish(first)
     assert [job.arrived_at for job in door.engine.jobs] == [came, came]
 
@@ -71,13 +58,13 @@ def test_who_waits_at_the_door_counts_as_waiting() -> None:
 
 
 def test_who_is_cancelled_at_the_door_has_a_receipt_at_once(
-    clock: Clock, logger: CapturingLogger
+    door_clock: Clock, door_log: CapturingLogger
 ) -> None:
     """The caller would wait for a core that never heard of the request."""
     door = Door()
     door.limit(t1={"running_max": 1})
     running, held = door.enter(1), door.enter(1, 33)
-    clock.seconds += 2.5
+    door_clock.seconds += 2.5
     door.admission.end(held, EndReason.CANCELLED)
     door.admission.end(held, EndReason.FAILED)
     assert door.engine.ends == []
@@ -87,7 +74,7 @@ def test_who_is_cancelled_at_the_door_has_a_receipt_at_once(
     assert receipt is not None
     assert (receipt.end_reason, receipt.prompt_tokens) == (EndReason.CANCELLED, 33)
     assert (receipt.queued, receipt.output_tokens) == (2_500_000_000, 0)
-    assert [call.kwargs["reason"] for call in logger.calls] == ["cancelled"]
+    assert [call.kwargs["reason"] for call in door_log.calls] == ["cancelled"]
     door.finish(running)
     assert door.submitted == [running.sequence]
     assert not door.admission.open_requests
@@ -134,15 +121,15 @@ def test_who_is_taken_from_the_table_ends_what_it_has() -> None:
     door.enter(1)
 
 
-def reasons(logger: CapturingLogger) -> dict[str, str]:
+def reasons(door_log: CapturingLogger) -> dict[str, str]:
     """How each request ended, by its id; each once."""
-    told = [(str(call.kwargs["request_id"]), call) for call in logger.calls]
+    told = [(str(call.kwargs["request_id"]), call) for call in door_log.calls]
     assert len(dict(told)) == len(told)
     return {request: str(call.kwargs.get("reason")) for request, call in told}
 
 
 def test_a_server_that_stops_lets_those_at_the_door_run_as_long_as_it_can(
-    logger: CapturingLogger,
+    door_log: CapturingLogger,
 ) -> None:
     """They would be forgotten by a drain, or outlive the server without a receipt."""
     door = Door()
@@ -155,7 +142,7 @@ def test_a_server_that_stops_lets_those_at_the_door_run_as_long_as_it_can(
     assert door.engine.ends == [(tickets[1].sequence, EndReason.CANCELLED)]
     assert len(door.submitted) == 2
     door.finish(tickets[1], EndReason.CANCELLED)
-    assert list(reasons(logger).values()).count("cancelled") == 3
+    assert list(reasons(door_log).values()).count("cancelled") == 3
     assert not door.admission.open_requests
 
 
@@ -168,7 +155,7 @@ async def test_a_server_is_empty_when_the_last_one_at_the_door_has_gone() -> Non
     await door.admission.streams.wait_until_empty()
 
 
-def test_when_the_engine_dies_those_at_the_door_have_receipts(logger: CapturingLogger) -> None:
+def test_when_the_engine_dies_those_at_the_door_have_receipts(door_log: CapturingLogger) -> None:
     """They would be handed to an engine that is gone, and end without a receipt."""
     door = Door()
     door.limit(t1={"running_max": 1}, t2={})
@@ -179,7 +166,7 @@ def test_when_the_engine_dies_those_at_the_door_have_receipts(logger: CapturingL
     tickets.append(door.enter(2))
     door.engine.untaken = door.engine.jobs[-1:]
     door.admission.fail_all()
-    assert reasons(logger) == {ticket.request_id: "failed" for ticket in tickets}
+    assert reasons(door_log) == {ticket.request_id: "failed" for ticket in tickets}
     for ticket in tickets:
         _, news = ticket.mailbox.take()
         assert news is not None

@@ -7,12 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from structlog.testing import CapturingLogger
 from tenant_door import Door, caller
 from test_admission import Clock
 from test_streams import outcome
 
-from kvledger import admission
 from kvledger.engine import EndReason
 from kvledger.errors import (
     InvalidRequest,
@@ -28,18 +26,7 @@ from kvledger.tenants.token_bucket import BURST_SECONDS
 POOL = PoolShape(blocks=10, block_bytes=1000, slots_per_block=8)
 
 
-@pytest.fixture(autouse=True)
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(admission, "time", clock)
-    return clock
-
-
-@pytest.fixture(autouse=True)
-def logger(monkeypatch: pytest.MonkeyPatch) -> CapturingLogger:
-    logger = CapturingLogger()
-    monkeypatch.setattr(admission, "_log", logger)
-    return logger
+pytestmark = pytest.mark.usefixtures("door_clock", "door_log")
 
 
 def test_requests_that_wait_have_a_limit_of_the_tenant() -> None:
@@ -84,7 +71,7 @@ def test_prompt_tokens_that_wait_have_a_limit_of_the_tenant() -> None:
     door.enter(1, 40)
 
 
-def test_the_rate_is_charged_for_prompts_and_for_output(clock: Clock) -> None:
+def test_the_rate_is_charged_for_prompts_and_for_output(door_clock: Clock) -> None:
     """Long answers would be free, or be charged twice."""
     door = Door()
     door.limit(t1={"tokens_per_second": 4}, t2={})
@@ -99,9 +86,9 @@ def test_the_rate_is_charged_for_prompts_and_for_output(clock: Clock) -> None:
     assert (reached.limit, reached.value) == ("tokens_per_second", 4)
     assert reached.retry_after_seconds == 3.0
     assert "7 tokens may enter in 3 s" in str(reached)
-    clock.seconds += 2.875
+    door_clock.seconds += 2.875
     assert door.reached(1, 7).retry_after_seconds == 0.125
-    clock.seconds += 0.125
+    door_clock.seconds += 0.125
     again = door.enter(1, 7)
     assert door.reached(1, 1).retry_after_seconds == 0.25
     door.finish(ticket)
@@ -112,7 +99,7 @@ def test_the_rate_is_charged_for_prompts_and_for_output(clock: Clock) -> None:
     door.enter(1, 7)  # what never ran costs nothing
 
 
-def test_samples_are_charged_for_all_their_output(clock: Clock) -> None:
+def test_samples_are_charged_for_all_their_output(door_clock: Clock) -> None:
     """A tenant would get sixteen answers for the price of one."""
     door = Door()
     door.limit(t1={"tokens_per_second": 1})
@@ -278,14 +265,14 @@ def test_shares_that_the_core_refuses_change_nothing() -> None:
         door.enter(2)
 
 
-def test_the_advice_is_of_the_tenants_own_requests(clock: Clock) -> None:
+def test_the_advice_is_of_the_tenants_own_requests(door_clock: Clock) -> None:
     """A tenant could tell from it how fast others are served, and from that what is cached."""
     door = Door(queued_max=1)
     door.limit(t1={"queued_max": 1}, t2={})
     for _ in range(60):
         fast = door.enter(2)
         door.admit(fast)
-        clock.seconds += 0.2
+        door_clock.seconds += 0.2
         door.finish(fast)
     door.enter(1)
     assert door.reached(1).retry_after_seconds == 1.0
