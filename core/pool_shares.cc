@@ -24,7 +24,7 @@ void PoolShares::set(const std::vector<PoolShare>& shares) {
     if (share.guaranteed > kNone) {
       guaranteed.push_back(share);
     }
-    if (share.guaranteed > kNone || share.max < ledger_.total()) {
+    if (stands_apart(share, ledger_.total())) {
       apart.push_back(share);
     }
   }
@@ -38,6 +38,11 @@ PoolShare PoolShares::of(TenantId tenant) const noexcept {
   const auto found = named_.find(tenant);
   return found == named_.end() ? PoolShare{tenant, kNone, ledger_.total(), ledger_.total(), false}
                                : found->second;
+}
+
+bool PoolShares::is_apart(TenantId tenant) const noexcept {
+  const auto found = named_.find(tenant);
+  return found != named_.end() && stands_apart(found->second, ledger_.total());
 }
 
 BlockCount PoolShares::unused(const PoolShare& share) const noexcept {

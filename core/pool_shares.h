@@ -40,6 +40,7 @@ class PoolShares {
   bool limits(TenantId tenant) const noexcept { return named_.contains(tenant); }
   // Those whose cached blocks are told apart from others': they have a guarantee, or a limit.
   const std::vector<PoolShare>& apart() const noexcept { return apart_; }
+  bool is_apart(TenantId tenant) const noexcept;
 
   // Blocks that must stay free of live ones of `tenant`, because others have them guaranteed and
   // do not use them now.
@@ -57,6 +58,9 @@ class PoolShares {
 
  private:
   BlockCount unused(const PoolShare& share) const noexcept;
+  static bool stands_apart(const PoolShare& share, BlockCount total) noexcept {
+    return share.guaranteed > BlockCount{0} || share.max < total;
+  }
 
   const Ledger& ledger_;
   std::unordered_map<TenantId, PoolShare> named_;

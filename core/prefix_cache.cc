@@ -4,6 +4,7 @@
 #include <new>
 
 #include "core/check.h"
+#include "core/lru_policy.h"
 #include "core/make_room.h"
 #include "core/reuse_policy.h"
 
@@ -12,6 +13,9 @@ namespace {
 
 // Nodes for each block of the pool: those without a block keep the way to others below them.
 constexpr std::int64_t kNodesForEachBlock = 2;
+// Tenants apart with a policy that learns, which takes some megabytes for each; if there are more,
+// the blocks of those that are new go by age alone.
+constexpr std::size_t kLearningPartitions = 16;
 // In whose place nothing is left out.
 constexpr TenantId kNobody{~0U};
 
@@ -33,10 +37,15 @@ PrefixCache::PrefixCache(const PrefixCacheSettings& settings, std::int64_t slots
   index.capacity = blocks;
   index.block_tokens = slots_per_block;
   index.seed = settings.seed;
-  index_.emplace(index,
-                 [growth = settings.cost_growth](CachedBlocks& cached, std::int64_t capacity) {
-                   return std::make_unique<ReusePolicy>(cached, capacity, growth);
-                 });
+  index_.emplace(
+      index,
+      [this, growth = settings.cost_growth](
+          CachedBlocks& cached, std::int64_t capacity) -> std::unique_ptr<EvictionPolicy> {
+        if (!partitions_learn_) {
+          return std::make_unique<LruPolicy>(cached);
+        }
+        return std::make_unique<ReusePolicy>(cached, capacity, growth);
+      });
   freed_.reserve(static_cast<std::size_t>(blocks));
   pinned_.reserve(static_cast<std::size_t>(blocks));
 }
@@ -402,11 +411,16 @@ void PrefixCache::set_shares(const std::vector<PoolShare>& shares) {
     return;
   }
   for (const PoolShare& share : before) {
-    index_->merge(CacheOwner{share.tenant.value()});
+    if (!shares_.is_apart(share.tenant)) {
+      index_->merge(CacheOwner{share.tenant.value()});
+    }
   }
+  partitions_learn_ = shares_.apart().size() <= kLearningPartitions;
   for (const PoolShare& share : shares_.apart()) {
-    index_->partition(CacheOwner{share.tenant.value()},
-                      std::max<std::int64_t>(1, share.max.value()));
+    const CacheOwner owner{share.tenant.value()};
+    if (!index_->has_partition(owner)) {
+      index_->partition(owner, std::max<std::int64_t>(1, share.max.value()));
+    }
   }
 }
 

@@ -186,6 +186,8 @@ class PrefixCache {
   BlockPool& pool_;
   PoolShares shares_;
   std::optional<PrefixIndex> index_;
+  // Whether a partition that is made now learns: what it learns with takes memory.
+  bool partitions_learn_ = true;
   struct Staying {
     ScopeId scope;
     PrefixNode node;

@@ -9,6 +9,7 @@
 #include <memory>
 #include <numeric>
 #include <optional>
+#include <unordered_set>
 
 #include "core/bindings/bindings.h"
 
@@ -280,16 +281,21 @@ std::vector<PoolShare> shares_of(const std::vector<ShareNumbers>& numbers, const
   const BlockCount total = engine.ledger().total();
   std::vector<PoolShare> shares;
   std::int64_t guaranteed_sum = 0;
+  std::int64_t open = engine.shareable_blocks().value();  // to whoever has no limit of its own
+  for (const ShareNumbers& each : numbers) {
+    open -= std::get<4>(each) ? std::get<1>(each) : 0;
+  }
+  std::unordered_set<std::uint32_t> tenants;
   for (const auto& [tenant, guaranteed, live_max, max, sealed] : numbers) {
     require(!is_shared(ScopeId{tenant}), "tenants are below 2^31");
     require(guaranteed >= 0 && guaranteed <= max && live_max >= 1 && max <= total.value(),
             "0 <= guaranteed <= max <= blocks of the pool, and live_max at least 1");
     guaranteed_sum += guaranteed;
-    shares.push_back(PoolShare{TenantId{tenant}, BlockCount{guaranteed}, BlockCount{live_max},
-                               BlockCount{max}, sealed});
-    for (std::size_t i = 0; i + 1 < shares.size(); ++i) {
-      require(shares[i].tenant != shares.back().tenant, "a tenant has one share");
-    }
+    // All that is open to everybody is no limit of a tenant's own, though it is less than the pool.
+    const BlockCount most = max >= open && !sealed ? total : BlockCount{max};
+    shares.push_back(
+        PoolShare{TenantId{tenant}, BlockCount{guaranteed}, BlockCount{live_max}, most, sealed});
+    require(tenants.insert(tenant).second, "a tenant has one share");
   }
   require(guaranteed_sum <= engine.shareable_blocks().value(),
           "guarantees add up to more than the pool");

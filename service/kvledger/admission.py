@@ -310,6 +310,13 @@ class Admission:
             self._quotas.usage.move(self._entries[sequence].place, Phase.WAITING)
             self._engine.submit(job)
 
+    def end_scopes(self, ended: Sequence[int]) -> None:
+        """Lets what waits neither find nor leave anything in these scopes any more."""
+        for usage in self._quotas.all():
+            for sequence, job in usage.held.items():
+                usage.held[sequence] = job.without(ended)
+        self._engine.purge(ended)
+
     def _end_what_fits_no_more(self, usage: TenantUsage) -> None:
         """Ends what waits at the door and is longer than its tenant's new limits let it be."""
         most = self._tokens_max(usage)

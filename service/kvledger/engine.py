@@ -85,6 +85,11 @@ class Job:
         """The numbers of all its samples."""
         return range(self.sequence, self.sequence + self.samples)
 
+    def without(self, ended: Collection[int]) -> Job:
+        """The same where these scopes have ended."""
+        scopes = self.scopes.without(ended)
+        return self if scopes is self.scopes else replace(self, scopes=scopes)
+
 
 class StepOutcome(NamedTuple):
     """What one crossing into the core changed: structured arrays as in core/step_report.h."""
@@ -185,7 +190,7 @@ class Engine:
         self._purges: list[int] = []
         self._shares: list[CoreShare] | None = None  # set last, and not taken yet
         self._shares_set: list[CoreShare] = []
-        self._shares_wait = False  # for what came before them, since the last look
+        self._shares_after = 0  # arrivals that came before them
         self._stopping = False
         self._died = False
         self._open: dict[int, _Open] = {}
@@ -304,15 +309,17 @@ class Engine:
             if list(shares) == self._shares_set:
                 return
             self._shares = self._shares_set = list(shares)
+            self._shares_after = len(self._arrivals)
             self._wakeup.notify()
 
     def purge(self, scopes: Sequence[int]) -> None:
         """Lets nobody begin with what is kept in these scopes; what runs goes on with its own.
 
-        It takes effect before the next step is planned.
+        It takes effect before the next step is planned, for jobs that were submitted before too.
         """
         with self._wakeup:
             self._purges += scopes
+            self._arrivals = [job.without(scopes) for job in self._arrivals]
             self._wakeup.notify()
 
     def _run(self) -> None:
@@ -457,15 +464,19 @@ class Engine:
             pauses, self._pauses = self._pauses, {}
             purges, self._purges = self._purges, []
             shares, self._shares = self._shares, None
-            if shares is not None and arrivals and not self._shares_wait:
+            before, self._shares_after = self._shares_after, 0
+            if shares is not None and before:
                 # What came before them was let in by the shares of its time: the core takes it
-                # first, and ends it then if it can never fit.
+                # first, and ends it then if it can never fit. What came after them waits for them.
                 self._shares, shares = shares, None
-            self._shares_wait = self._shares is not None
-            if ends and arrivals:
+                self._arrivals = arrivals[before:]
+                arrivals = arrivals[:before]
+            if ends and (arrivals or self._arrivals):
                 # A job that ends before the core has seen it must arrive first: ends that name an
                 # arrival of this very moment wait for the next step.
-                new = {sequence for job in arrivals for sequence in job.sequences}
+                new = {
+                    sequence for job in (*arrivals, *self._arrivals) for sequence in job.sequences
+                }
                 self._ends = [end for end in ends if end[0] in new]
                 ends = [end for end in ends if end[0] not in new]
         self._open_all(arrivals)

@@ -68,7 +68,6 @@ class Server:
         self.registry = settings.registry(self._metrics.tenants_kept)
         sampler = Sampler(settings.sequences_max, settings.instruction_set)
         self._engine = Engine(model.core, model.llama, sampler, self._publish, self._engine_died)
-        self._scopes = _scopes_of(settings, model, self._engine)
         self._prefix_metrics = PrefixMetrics(
             self._metrics, lambda: self._engine.prefix_counts, lambda: len(self._scopes)
         )
@@ -84,6 +83,7 @@ class Server:
             on_refusal=self._metrics.refused,
             on_receipt=self._prefix_metrics.request_ended,
         )
+        self._scopes = _scopes_of(settings, model, self._admission)
         self._prompts = PromptEncoder(model.tokenizer, settings.max_queued)
         self._constraints = ConstraintCompiler(model.tokenizer)
         self._watch_metrics()
@@ -301,8 +301,8 @@ class Server:
             await asyncio.wait_for(self._admission.streams.wait_until_empty(), _LAST_WORDS)
 
 
-def _scopes_of(settings: Settings, model: ServedModel, engine: Engine) -> Scopes:
+def _scopes_of(settings: Settings, model: ServedModel, admission: Admission) -> Scopes:
     """Raises SettingRefused if a public prefix cannot be used."""
     kv = KvIdentity(model=model.fingerprint, config=repr(model.config), kv_format=model.kv_format)
     public = load_public_prefixes(settings.public_files(), model.tokenizer, model.tokens_max)
-    return Scopes(kv, engine.purge, public, reuses=settings.reuses_prefixes)
+    return Scopes(kv, admission.end_scopes, public, reuses=settings.reuses_prefixes)

@@ -49,7 +49,7 @@ class Door:
             more_may_come,
         )
 
-    def enter(self, tenant: int, tokens: int = 10, samples: int = 1) -> Ticket:
+    def enter(self, tenant: int, tokens: int = 10, samples: int = 1, **more: Any) -> Ticket:
         return self.admission.enter(
             caller=caller(tenant),
             prompt=np.arange(tokens, dtype=np.int32),
@@ -58,6 +58,7 @@ class Door:
             priority=0,
             ignore_eos=False,
             samples=samples,
+            **more,
         )
 
     def reached(self, tenant: int, tokens: int = 10) -> TenantLimitReached:

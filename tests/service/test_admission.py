@@ -34,6 +34,10 @@ class FakeEngine:
         self.ends: list[tuple[int, EndReason]] = []
         self.takes_jobs = True
         self.untaken: list[Job] = []
+        self.purged: list[int] = []
+
+    def purge(self, scopes: Sequence[int]) -> None:
+        self.purged += scopes
 
     def submit(self, job: Job) -> None:
         self.jobs.append(job)

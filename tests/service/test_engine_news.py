@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from engine_harness import Harness
 from scripted_model import PATIENCE
 
 from kvledger.engine import EndReason
+from kvledger.scopes import PrefixScopes
 from kvledger.tenants.shares import CoreShare
 
 
@@ -169,3 +171,39 @@ def test_a_job_that_came_before_lower_shares_is_ended_and_not_refused() -> None:
     finally:
         harness.close()
     harness.require_all_free()
+
+
+def test_a_job_that_came_after_higher_shares_is_taken_by_them() -> None:
+    """Its caller was let in by the new shares, and would hear of a fault of ours."""
+    harness = Harness()
+    try:
+        harness.core.set_shares([(0, 0, 2, 64, False)], time.monotonic_ns())
+        harness.submit(1, "a" * 8, max_tokens=2)
+        harness.engine.set_shares([CoreShare(0, 0, 64, False, 64)])
+        harness.submit(2, "a" * 40, max_tokens=2)
+        harness.engine.end(2, EndReason.CANCELLED)
+        harness.submit(3, "a" * 40, max_tokens=2)
+        harness.engine.start()
+        assert harness.reason(1) == EndReason.LENGTH
+        assert harness.reason(2) == EndReason.CANCELLED
+        assert harness.reason(3) == EndReason.LENGTH
+        assert harness.refused == []
+    finally:
+        harness.close()
+
+
+def test_a_job_that_the_core_has_not_seen_loses_scopes_that_end() -> None:
+    """It would leave something where nobody may find it any more, and find it (S04)."""
+    harness = Harness(reuses_prefixes=True)
+    try:
+        scopes = PrefixScopes(own=5)
+        harness.submit(1, "a" * 20, max_tokens=1, scopes=scopes)
+        harness.engine.purge([5])
+        harness.submit(2, "a" * 20, max_tokens=1, scopes=scopes)
+        harness.engine.start()
+        assert harness.reason(1) == harness.reason(2) == EndReason.LENGTH
+        assert int(harness.receipt(2)["reused_own"]) == 0
+        harness.submit(3, "a" * 20, max_tokens=1, scopes=scopes)
+        assert int(harness.receipt(3)["reused_own"]) == 16, "its two whole blocks"
+    finally:
+        harness.close()

@@ -9,6 +9,10 @@ from test_admission import Clock
 
 from kvledger.engine import EndReason
 from kvledger.errors import TenantClosed
+from kvledger.scopes import NO_REUSE, SHARED_SCOPE, PrefixScopes
+from kvledger.scopes.claims import ScopeClaim
+
+GROUP = SHARED_SCOPE | 7
 
 pytestmark = pytest.mark.usefixtures("door_clock", "door_log")
 
@@ -172,3 +176,30 @@ def test_when_the_engine_dies_those_at_the_door_have_receipts(door_log: Capturin
         assert news is not None
         assert news.receipt is not None
     assert not door.admission.open_requests
+
+
+class Claim(ScopeClaim):
+    """Scopes by their numbers."""
+
+    def __init__(self, own: int) -> None:
+        super().__init__()
+        self._scopes = PrefixScopes(own, GROUP, shared_tokens=8, writes_shared=True)
+
+    def hold(self) -> PrefixScopes:
+        return self._scopes
+
+
+def test_what_waits_at_the_door_loses_scopes_that_end() -> None:
+    """Who has left a group would begin with what a member computes afterwards (S04)."""
+    door = Door()
+    door.limit(t1={"running_max": 1})
+    tickets = [door.enter(1, scopes=Claim(own)) for own in (1, 2, 3)]
+    door.admission.end_scopes([GROUP, 3])
+    assert door.engine.purged == [GROUP, 3]
+    for ticket in tickets:
+        door.admit(ticket)
+        door.finish(ticket)
+    running, waited, ended = (job.scopes for job in door.engine.jobs)
+    assert running.shared == GROUP, "the core has it, and ends it there"
+    assert waited == PrefixScopes(own=2)
+    assert ended == NO_REUSE

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 
 # Scopes that several tenants may begin their prompts with have this bit, as in core/types.h.
 SHARED_SCOPE = 1 << 31
@@ -24,6 +25,14 @@ class PrefixScopes:
     writes_shared: bool = False
     # Whether the blocks of its prompt stay pinned when it has ended, until the scope is purged.
     keeps: bool = False
+
+    def without(self, ended: Collection[int]) -> PrefixScopes:
+        """The same for a request that is here when these scopes end."""
+        if self.own in ended:
+            return NO_REUSE
+        if self.shared is not None and self.shared in ended:
+            return replace(self, shared=None, shared_tokens=0, writes_shared=False)
+        return self
 
 
 # A request that reuses nothing and leaves nothing.
