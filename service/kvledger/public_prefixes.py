@@ -18,7 +18,7 @@ _SERVER = Tenant(name="(server)", number=2**31 - 1)
 
 
 async def compute_public_prefixes(scopes: Scopes, admission: Admission) -> None:
-    """Before anybody may enter. Raises SettingRefused for one that the KV pool cannot hold."""
+    """Before anybody may enter. Raises SettingRefused for one that cannot be computed or held."""
     for job in scopes.start_jobs():
         await _compute(job, admission)
         _log.info("public_prefix_computed", tokens=len(job.prompt))
@@ -42,9 +42,10 @@ async def _compute(job: StartJob, admission: Admission) -> None:
         if (arrival := ticket.mailbox.arrival()) is not None:
             await arrival
         _, news = ticket.mailbox.take()
-    if news.refused or news.receipt is None:
+    if news.refused and not news.lost:
         raise _does_not_fit(job)
-    if news.receipt.end_reason is EndReason.FAILED:
+    # Without a receipt the engine is gone.
+    if news.receipt is None or news.receipt.end_reason is EndReason.FAILED:
         raise SettingRefused(f"public prefix {job.name}: it could not be computed; see the log")
 
 

@@ -72,6 +72,8 @@ class News:
     receipt: Receipt | None = None
     # The core could not run it at all; also the last mail.
     refused: bool = False
+    # It was not the core's choice: the engine is gone.
+    lost: bool = False
 
     @property
     def is_last(self) -> bool:
@@ -216,11 +218,12 @@ class Mailbox:
         self.is_over = True
         self._more_news().receipt = receipt
 
-    def refuse(self) -> None:
-        """Puts in that the request will never run."""
+    def refuse(self, *, lost: bool = False) -> None:
+        """Puts in that the request will never run; `lost` because the engine is gone."""
         self._end_stall()
         self.is_over = True
-        self._more_news().refused = True
+        news = self._more_news()
+        news.refused, news.lost = True, lost
 
 
 class Streams:
@@ -343,7 +346,7 @@ class Streams:
     def fail_all(self) -> None:
         """Ends every request without a receipt: the engine is gone."""
         for mailbox in {id(mailbox): mailbox for mailbox in self._mailboxes.values()}.values():
-            self._remove(mailbox.sequences.start).refuse()
+            self._remove(mailbox.sequences.start).refuse(lost=True)
             self._on_end(mailbox.sequences.start, None)
         self._nobody.set()
 

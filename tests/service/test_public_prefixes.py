@@ -4,19 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 from cache_requests import cached
 from test_shared_border import encoded, tokenizer_of, written
 
 from kvledger.cli import serve
+from kvledger.engine import EndReason
 from kvledger.errors import SettingRefused
+from kvledger.public_prefixes import compute_public_prefixes
 from kvledger.rpc.prompts import PromptEncoder
 from kvledger.scopes.claims import CacheWish, Scopes
 from kvledger.scopes.keys import KvIdentity
 from kvledger.scopes.prefix_files import PREFIXES_MAX, TEXT_BYTES_MAX, PrefixFile
 from kvledger.scopes.public_prefixes import PublicPrefix, load_public_prefixes
 from kvledger.settings import load_settings
+from kvledger.streams import Mailbox, MailboxLimits, receipt_of_waiting
 from kvledger.tenants.tenant import Tenant
 from kvledger.tokenizer import Tokenizer
 from kvledger.v1 import generation_pb2 as pb
@@ -223,3 +229,30 @@ def test_conversations_that_say_something_else_do_not_begin_with_it(
     with_tools = encoded(tokenizer, [TEXT, "b"], 1, [pb.Tool(name="f")])
     same = with_tools.tokens[: len(prefix.tokens)].tolist() == prefix.tokens.tolist()
     assert not same
+
+
+# --- Computing them -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [
+        (lambda mailbox: mailbox.refuse(), "public prefix manual: 3 tokens do not fit, "),
+        (lambda mailbox: mailbox.refuse(lost=True), "public prefix manual: it could not be comp"),
+        (
+            lambda mailbox: mailbox.finish(receipt_of_waiting(EndReason.FAILED, 3, 0)),
+            "public prefix manual: it could not be comp",
+        ),
+    ],
+)
+async def test_what_ends_the_start_is_named(end: Callable[[Mailbox], None], said: str) -> None:
+    """Whose engine has died would buy memory."""
+    flow: Any = SimpleNamespace()
+    mailbox = Mailbox(range(1), MailboxLimits(tokens=10, stall_seconds=10.0), flow)
+    end(mailbox)
+    job = SimpleNamespace(name="manual", prompt=np.arange(3, dtype=np.int32), claim=None)
+    scopes: Any = SimpleNamespace(start_jobs=lambda: [job])
+    admission: Any = SimpleNamespace(enter=lambda *_, **__: SimpleNamespace(mailbox=mailbox))
+    with pytest.raises(SettingRefused) as refused:
+        await compute_public_prefixes(scopes, admission)
+    assert str(refused.value).startswith(said)

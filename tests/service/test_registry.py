@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import hmac
+import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -12,11 +15,12 @@ import pytest
 from server_harness import Log, until
 from tenants_harness import TenantsOfTest
 
+from kvledger.errors import SettingRefused
 from kvledger.tenants import editing, registry
 from kvledger.tenants.authentication import Authenticator, Transport
 from kvledger.tenants.registry import DEV_TENANT, Registry, Snapshot
 from kvledger.tenants.roles import Role
-from kvledger.tenants.tenants_file import TenantsRefused
+from kvledger.tenants.tenants_file import TenantsFile, TenantsRefused
 from kvledger.tenants.tokens import bearer, digest, new_token
 
 
@@ -31,6 +35,14 @@ def tenants(tmp_path: Path) -> TenantsOfTest:
 def rewritten(tenants: TenantsOfTest, before: str, after: str) -> None:
     """What somebody changes with an editor."""
     tenants.path.write_text(tenants.path.read_text().replace(before, after))
+
+
+def without_tokens(text: str) -> str:
+    """The file without anybody's tokens."""
+    values = json.loads(text)
+    for row in values["tenants"].values():
+        row["tokens"] = []
+    return json.dumps(values)
 
 
 async def test_numbers_are_given_out_once(tenants: TenantsOfTest) -> None:
@@ -90,6 +102,45 @@ async def test_an_epoch_that_was_in_use_is_refused(tenants: TenantsOfTest) -> No
     anew = found.tenant("acme")
     assert anew is not None
     assert anew.epoch == 2
+
+
+async def test_a_file_that_is_refused_leaves_nothing(tenants: TenantsOfTest) -> None:
+    """Every later file would be refused for its epochs, and no revocation act."""
+    found = Registry(tenants.path)
+    before = found.tenant("acme")
+    assert before is not None
+
+    def check(new: Snapshot) -> None:
+        if len(new.tenants()) > 2:
+            raise SettingRefused("the pool has no room for three")
+
+    found.check = check
+    good = tenants.path.read_text()
+    tenants.add("third")
+    rewritten(tenants, '"acme": {', '"acme": {"epoch": 2,')
+    with pytest.raises(TenantsRefused, match="no room for three"):
+        await found.refresh()
+    tenants.path.write_text(good)
+    await found.refresh()
+    assert found.tenant("acme") == before, "its number too: its blocks are booked to that"
+    found.check = lambda new: None
+    tenants.add("third")
+    tenants.revoke("acme")
+    await found.refresh()
+    third = found.tenant("third")
+    assert third is not None
+    assert third.epoch == 1
+    assert found.now.by_token(digest(tenants.tokens["acme"].encode())) is None
+
+
+async def test_a_role_that_comes_back_has_its_number_again(tenants: TenantsOfTest) -> None:
+    """Its blocks would be booked to one that is no more."""
+    found = Registry(tenants.path)
+    before = found.tenant("acme")
+    for role in ("operator", "client"):
+        tenants.change(lambda values, role=role: editing.set_access(values, "acme", [role], None))
+        await found.refresh()
+    assert found.tenant("acme") == before
 
 
 async def test_who_is_no_client_is_no_tenant(tenants: TenantsOfTest) -> None:
@@ -175,6 +226,76 @@ async def test_it_follows_its_file_within_a_second(
     assert asyncio.get_running_loop().time() - started < 2.0
     assert [line["kind"] for line in log.of("tenants_kept")] == ["not_valid", "unexpected"]
     watch.cancel()
+
+
+@pytest.mark.parametrize("kind", ["unreadable", "unexpected"])
+async def test_a_fault_that_passes_loses_no_revocation(
+    kind: str, tenants: TenantsOfTest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No descriptor is free for a moment, and a token that was revoked is good for ever."""
+    log, kept, read = Log(), [], []
+    monkeypatch.setattr(registry, "_log", log)
+    monkeypatch.setattr(registry, "_INTERVAL", 0.01)
+    found = Registry(tenants.path, on_kept=lambda: kept.append(1))
+
+    def fails(path: Path) -> TenantsFile:
+        read.append(path)
+        error = OSError(errno.EMFILE, "too many open files")
+        raise TenantsRefused("unreadable", "too many") if kind == "unreadable" else error
+
+    token = digest(tenants.tokens["acme"].encode())
+    with monkeypatch.context() as patch:
+        patch.setattr(registry.tenants_file, "read", fails)
+        watch = asyncio.create_task(found.watch())
+        await asyncio.sleep(0.05)
+        assert read == [], "nothing has changed"
+        tenants.path.write_text(without_tokens(tenants.path.read_text()))
+        await until(lambda: len(read) >= 4)
+        assert found.now.by_token(token) is not None
+    await until(lambda: found.now.by_token(token) is None)
+    assert [line["kind"] for line in log.of("tenants_kept")] == [kind]
+    assert len(kept) == 1
+    reloaded = len(log.of("tenants_reloaded"))
+    await asyncio.sleep(0.05)
+    assert len(log.of("tenants_reloaded")) == reloaded == 1, "it is not read on and on"
+    watch.cancel()
+
+
+async def test_what_is_not_valid_is_read_once(
+    tenants: TenantsOfTest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large file that is wrong would be read twice a second for days."""
+    found = Registry(tenants.path)
+    tenants.path.write_text("nothing")
+    with pytest.raises(TenantsRefused):
+        await found.refresh()
+    monkeypatch.setattr(found, "_read", lambda: 1 // 0)
+    await found.refresh()
+
+
+async def test_a_token_ends_while_the_file_cannot_be_read(
+    tenants: TenantsOfTest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The streams that it opened would run on."""
+    tenants.rotate("acme", 60)
+    found, heard = Registry(tenants.path), []
+    found.subscribe(lambda old, new: heard.append(old is new))
+    ends = found.now.next_expiry
+    monkeypatch.setattr("kvledger.tenants.registry.time.time", lambda: ends + 0.001)
+    monkeypatch.setattr(found, "_read", lambda: 1 // 0)
+    tenants.path.write_text("nothing")
+    with pytest.raises(ZeroDivisionError):
+        await found.refresh()
+    assert heard == [True]
+
+
+def test_another_owner_is_a_change(tenants: TenantsOfTest) -> None:
+    """Who mends by chown what the server cannot read would have to touch it as well."""
+    found = Registry(tenants.path)
+    before = found._look()
+    status = tenants.path.stat()
+    os.chown(tenants.path, status.st_uid, status.st_gid)  # any chown changes the time of change
+    assert found._look() != before
 
 
 def test_a_file_that_cannot_be_used_stops_the_start(tmp_path: Path) -> None:

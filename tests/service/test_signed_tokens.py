@@ -149,6 +149,7 @@ ATTACKS: dict[str, Any] = {
     "no exp": lambda: signed(exp=None),
     "exp that is no number": lambda: signed(exp="never"),
     "exp beyond numbers": lambda: signed(exp=1e400),
+    "exp beyond floats": lambda: signed(exp=10**400),
     "not yet": lambda: signed(nbf=NOW + 600),
     "no iss": lambda: signed(iss=None),
     "wrong iss": lambda: signed(iss="https://attacker.example"),

@@ -245,6 +245,7 @@ async def test_a_refused_request_ends_without_a_receipt(streams: Streams, ends: 
     news = await news_of(mailbox)
     assert news.is_last
     assert news.refused
+    assert not news.lost
     assert news.receipt is None
     assert ends.told == [(1, None)]
 
@@ -260,6 +261,8 @@ async def test_when_the_engine_is_gone_everybody_is_told_once(streams: Streams, 
     assert first[0] == [7], "what was computed is not lost"
     refused = [news is not None and news.refused for _, news in (first, second, third)]
     assert refused == [True, True, False], "the third had ended before"
+    assert first[1] is not None
+    assert first[1].lost
     assert sorted(ends.sequences) == [1, 2, 3]
     await asyncio.wait_for(streams.wait_until_empty(), 20)
 

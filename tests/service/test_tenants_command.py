@@ -14,7 +14,7 @@ from test_client_commands import FakeService, type_in
 
 from kvledger.cli import main
 from kvledger.cli.client import identity
-from kvledger.tenants.tenants_file import TenantsFile, read
+from kvledger.tenants.tenants_file import SECONDS_MAX, TenantsFile, read
 from kvledger.tenants.tokens import digest, new_token
 from kvledger.v1 import generation_pb2_grpc
 
@@ -149,6 +149,56 @@ def test_groups_gateways_and_limits(tenants: Command) -> None:
     tenants("group", "g", "--members", "")
     tenants("gateway", "edge", "--tenants", "")
     assert (tenants.file.groups, tenants.file.gateways) == ({}, {})
+
+
+def test_rotate_does_not_revive_what_has_ended(tenants: Command) -> None:
+    """A token that ended in 1970 would be good for another day."""
+    tenants("add", "acme")
+    values = json.loads(tenants.path.read_text())
+    values["tenants"]["acme"]["tokens"][0]["expires_at"] = 0
+    tenants.path.write_text(json.dumps(values))
+    last = tenants("rotate", "acme")
+    (row,) = tenants.file.tenants["acme"].tokens
+    assert row.sha256 == digest(last.encode()).hex()
+
+
+def test_list_shows_the_latest_time(tenants: Command) -> None:
+    """A file that a server serves could not be shown."""
+    tenants("add", "acme")
+    values = json.loads(tenants.path.read_text())
+    values["tenants"]["acme"]["tokens"][0]["expires_at"] = SECONDS_MAX
+    tenants.path.write_text(json.dumps(values))
+    assert "ends 9999-12-31 23:59" in tenants("list")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("set", "acme", "--running-max", "x"), "--running-max: it is not a whole number, or none"),
+        (("set", "acme", "--kv-max", "half"), "--kv-max: it is not a number, or none"),
+        (("set", "acme", "--sealed", "yes"), "--sealed: it is not true or false, or none"),
+        (("rotate", "acme", "--grace", "abc"), "--grace: it is no time such as 90, 30m, 24h or 7d"),
+        (("rotate", "acme", "--grace", "h"), "--grace: it is no time such as 90, 30m, 24h or 7d"),
+        (("rotate", "acme", "--grace", ""), "--grace: it is no time such as 90, 30m, 24h or 7d"),
+        (("rotate", "acme", "--grace", "91d"), "--grace: it is not from 1 to 7776000 seconds"),
+    ],
+)
+def test_values_that_cannot_be_read_have_a_sentence(
+    arguments: tuple[str, ...], said: str, tenants: Command, capsys: Captured
+) -> None:
+    """Who mistypes would read the name of a function."""
+    tenants("add", "acme")
+    with pytest.raises(SystemExit) as ended:
+        tenants(*arguments)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.rstrip().endswith(f"argument {said}")
+
+
+def test_set_without_options_says_so(tenants: Command) -> None:
+    """A script that lost its options would believe that a limit is set."""
+    tenants("add", "acme")
+    assert "there is nothing to set" in tenants.refusal("set", "acme")
+    tenants("set", "acme", "--queued-max", "none")
 
 
 def test_the_file_is_named_or_in_the_environment(

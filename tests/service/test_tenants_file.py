@@ -58,6 +58,10 @@ def tenant(**fields: Any) -> bytes:
         (tenant(tokens=[TOKEN, TOKEN]), "tenants.acme.tokens: two have the same id"),
         (tenant(tokens=[TOKEN, {**OTHER, "sha256": "a" * 64}]), "tenants.acme.tokens: one is a"),
         (tenant(tokens=[TOKEN] * 9), "tenants.acme.tokens: "),
+        (
+            tenant(tokens=[{**TOKEN, "expires_at": 253402300800}]),
+            "tenants.acme.tokens.0.expires_at: ",
+        ),
         (tenant(roles=[]), "tenants.acme.roles: "),
         (tenant(roles=["anyone"]), "tenants.acme.roles.0: "),
         (tenant(roles=["client", "client"]), "tenants.acme.roles: one stands twice"),
@@ -73,6 +77,14 @@ def tenant(**fields: Any) -> bytes:
         (tenant(limits={"queued_max": True}), "tenants.acme.limits.queued_max: "),
         (tenant(limits={"queued_max": 1 << 31}), "tenants.acme.limits.queued_max: "),
         (tenant(limits={"tokens_per_second": 0}), "tenants.acme.limits.tokens_per_second: "),
+        (
+            tenant(limits={"tokens_per_second": 0.0009}),
+            "tenants.acme.limits.tokens_per_second: input should be greater than or equal to 0.001",
+        ),
+        (
+            tenant(limits={"kv_bytes_max": 0}),
+            "tenants.acme.limits.kv_bytes_max: input should be greater than or equal to 1",
+        ),
         (tenant(limits={"kv_max": 1.01}), "tenants.acme.limits.kv_max: "),
         (tenant(limits={"kv_guaranteed": 0.5, "kv_max": 0.4}), "tenants.acme.limits: kv_guar"),
         (tenant(limits={"sealed": True}), "tenants.acme.limits: sealed needs kv_guaranteed"),

@@ -105,7 +105,10 @@ def _add_access(parser: argparse.ArgumentParser) -> None:
 def _duration(text: str) -> int:
     """Seconds of such as 90, 30m, 24h or 7d."""
     unit = _UNITS.get(text[-1:])
-    seconds = int(text[:-1]) * unit if unit is not None else int(text)
+    try:
+        seconds = int(text[:-1]) * unit if unit is not None else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError("it is no time such as 90, 30m, 24h or 7d") from None
     if not 1 <= seconds <= _GRACE_SECONDS_MAX:
         raise argparse.ArgumentTypeError(f"it is not from 1 to {_GRACE_SECONDS_MAX} seconds")
     return seconds
@@ -116,6 +119,13 @@ def _flag(text: str) -> bool:
         raise ValueError
     return text == "true"
 
+
+# What a value that cannot be read should have been.
+_KINDS: dict[Callable[[str], Any], str] = {
+    int: "a whole number",
+    float: "a number",
+    _flag: "true or false",
+}
 
 # The fields of TenantLimits, and how they are read.
 _LIMITS: dict[str, Callable[[str], Any]] = {
@@ -134,7 +144,12 @@ def _limit(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any]]:
     """A reader of a limit, which makes (None,) of `none`: a bare None is a limit not told of."""
 
     def value(text: str) -> tuple[Any]:
-        return (None,) if text == _OFF else (kind(text),)
+        if text == _OFF:
+            return (None,)
+        try:
+            return (kind(text),)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"it is not {_KINDS[kind]}, or {_OFF}") from None
 
     return value
 
@@ -176,6 +191,10 @@ def _remove(options: argparse.Namespace) -> None:
 def _set(options: argparse.Namespace) -> None:
     told = {field: getattr(options, field) for field in _LIMITS}
     limits = {field: value[0] for field, value in told.items() if value is not None}
+    if not limits and options.role is None and options.certificate is None:
+        raise editing.ChangeRefused(
+            "set: there is nothing to set; give a limit, --role or --certificate (see set --help)"
+        )
 
     def edit(values: dict[str, Any]) -> None:
         editing.set_limits(values, options.name, limits)
@@ -220,4 +239,5 @@ def _facts(file: TenantsFile, name: str, row: TenantRow) -> list[str]:
 
 
 def _day(seconds: int) -> str:
-    return f"{datetime.fromtimestamp(seconds, timezone.utc):%Y-%m-%d %H:%M}"
+    shown = min(max(seconds, 0), tenants_file.SECONDS_MAX)
+    return f"{datetime.fromtimestamp(shown, timezone.utc):%Y-%m-%d %H:%M}"

@@ -71,7 +71,8 @@ def rotate(values: _Values, name: str, grace_seconds: int) -> str:
     ends = int(time.time()) + grace_seconds
     kept = []
     for token in row.get("tokens", []):
-        token["expires_at"] = min(ends, token.get("expires_at") or ends)
+        before = token.get("expires_at")
+        token["expires_at"] = ends if before is None else min(ends, before)
         if token["expires_at"] > time.time():
             kept.append(token)
     if len(kept) >= tenants_file.TOKENS_OF_TENANT_MAX:

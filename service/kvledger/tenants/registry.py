@@ -34,7 +34,10 @@ _INTERVAL = 0.5
 # The one tenant of a server started with --dev, for callers without identity.
 DEV_TENANT = Tenant(name=tenants_file.RESERVED_NAME, number=0)
 
-_Stamp = tuple[tuple[int, int, int, int] | None, ...]
+# Kinds of faults that may pass while the files stay as they are: no descriptor was free, say.
+_MAY_PASS = frozenset({"unreadable", "unexpected"})
+
+_Stamp = tuple[tuple[int, ...] | None, ...]
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,10 @@ class Snapshot:
     def groups(self) -> tuple[str, ...]:
         """Names of the share groups."""
         return tuple(self._groups)
+
+    def principals(self) -> tuple[Principal, ...]:
+        """Everybody who can show who he is."""
+        return tuple(self._principals.values())
 
     def principal(self, name: str) -> Principal | None:
         """Whoever has this name."""
@@ -157,7 +164,7 @@ class Registry:
         """Reads the files; SettingRefused if they cannot be used. No `path` is no tenants.
 
         `dev` serves callers without identity. `on_kept` is called once for each change of the
-        files that could not be used.
+        files that could not be used, and once more if the reason is of another kind then.
         """
         self._path, self._issuer_path = path, issuer_path
         self._on_kept = on_kept
@@ -168,13 +175,15 @@ class Registry:
         # Raises SettingRefused if a new snapshot cannot be; then what was stays.
         self.check: Callable[[Snapshot], None] = lambda snapshot: None
         self._next_number = DEV_TENANT.number + 1
-        # Of each name: its last epoch, and the number that it had as a tenant then.
+        # Of each name that ever was in `now`: its last epoch, and its number as a tenant then.
         self._epochs: dict[str, int] = {}
         self._numbers: dict[str, tuple[int, int]] = {}
         self._stamp = self._look()
+        # Whether these files may be good in spite of what happened, and which faults were told.
+        self._again = False
+        self._told: set[str] = set()
         self.now = Snapshot()
-        self.now = self._read()
-        self._next_expiry = self.now.next_expiry
+        self._adopt(self._read())
 
     def tenant(self, name: str) -> Tenant | None:
         """A tenant by name; None for whoever is served as none."""
@@ -207,40 +216,69 @@ class Registry:
                 self._kept("unexpected", f"{type(error).__name__} {frames(error.__traceback__)}")
 
     async def refresh(self) -> None:
-        """Takes over files that changed; TenantsRefused, once per change, if they are no good."""
-        stamp = self._look()
-        if stamp != self._stamp:
-            # Taken before reading: what changes meanwhile is seen the next time.
-            self._stamp = stamp
-            new = await asyncio.to_thread(self._read)
-            try:
-                self.check(new)
-            except SettingRefused as refused:
-                raise TenantsRefused("not_valid", str(refused)) from None
-            self._replace(new)
-            _log.info("tenants_reloaded", tenants=len(self.tenants()))
-        elif time.time() >= self._next_expiry:
+        """Takes over files that changed; TenantsRefused, once per change, if they are no good.
+
+        After a fault that may pass they are read again at every call, until they can be.
+        """
+        if time.time() >= self._next_expiry:  # not after reading, which may fail each time
             self._replace(self.now)
+        stamp = self._look()
+        if stamp == self._stamp and not self._again:
+            return
+        if stamp != self._stamp:
+            self._told.clear()
+        # Taken before reading: what changes meanwhile is seen the next time.
+        self._stamp, self._again = stamp, True
+        try:
+            new = await asyncio.to_thread(self._read)
+            self._check(new)
+        except TenantsRefused as refused:
+            self._again = refused.kind in _MAY_PASS
+            raise
+        self._again = False
+        self._replace(new)
+        _log.info("tenants_reloaded", tenants=len(self.tenants()))
+
+    def _check(self, new: Snapshot) -> None:
+        try:
+            self.check(new)
+        except SettingRefused as refused:
+            raise TenantsRefused("not_valid", str(refused)) from None
 
     def _replace(self, new: Snapshot) -> None:
-        old, self.now = self.now, new
-        self._next_expiry = new.next_expiry
+        old = self.now
+        self._adopt(new)
         for subscriber in self._subscribers:
             _tell(subscriber, old, new)
 
+    def _adopt(self, new: Snapshot) -> None:
+        """Makes it what is now. Only of such a one are epochs and numbers remembered."""
+        self.now = new
+        self._next_expiry = new.next_expiry
+        for principal in new.principals():
+            self._epochs[principal.name] = principal.epoch
+            if principal.tenant is not None:
+                self._numbers[principal.name] = (principal.epoch, principal.tenant.number)
+
     def _kept(self, kind: str, reason: str) -> None:
+        if kind in self._told:
+            return
+        self._told.add(kind)
         self._on_kept()
         _log.warning("tenants_kept", kind=kind, reason=reason)
 
     def _look(self) -> _Stamp:
         """What tells one state of the files from another without reading them."""
-        stamps: list[tuple[int, int, int, int] | None] = []
+        stamps: list[tuple[int, ...] | None] = []
         for path in (self._path, self._issuer_path):
             found = None
             if path is not None:
                 with contextlib.suppress(OSError, ValueError):
                     status = path.stat()
-                    found = (status.st_mtime_ns, status.st_size, status.st_ino, status.st_mode)
+                    found = (
+                        *(status.st_mtime_ns, status.st_ctime_ns, status.st_size),
+                        *(status.st_ino, status.st_mode, status.st_uid),
+                    )
             stamps.append(found)
         return tuple(stamps)
 
@@ -280,13 +318,12 @@ class Registry:
         return Principal(name, row.epoch, roles, tenant)
 
     def _number(self, name: str, epoch: int) -> int:
-        """The number of a tenant, given out once."""
+        """The number of a tenant, given out once; one for a snapshot that is refused is lost."""
         known = self._numbers.get(name)
         if known is not None and known[0] == epoch:
             return known[1]
         number = self._next_number
         self._next_number += 1
-        self._numbers[name] = (epoch, number)
         return number
 
     def _check_epochs(self, file: TenantsFile) -> None:
@@ -300,7 +337,6 @@ class Registry:
                     f"{self._path}: tenants.{name}.epoch: {row.epoch} was in use before; a tenant "
                     f"that is made anew needs {last + 1} or more",
                 )
-        self._epochs.update((name, row.epoch) for name, row in file.tenants.items())
 
 
 def _tell(subscriber: Subscriber, old: Snapshot, new: Snapshot) -> None:

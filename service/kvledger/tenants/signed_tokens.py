@@ -126,13 +126,13 @@ class Issuer:
                 leeway=_LEEWAY,
                 options={"require": ["exp", "iss", "aud", file.tenant_claim]},
             )
+            # JSON's whole numbers have no end, those of a float do.
+            expires_at = float(claims["exp"])
         except (jwt.PyJWTError, ValueError, TypeError, RecursionError, OverflowError):
             # The library raises more than its own kinds on what strangers make up.
             return None
         tenant = claims.get(file.tenant_claim)
-        return (
-            SignedClaim(tenant, key_id, float(claims["exp"])) if isinstance(tenant, str) else None
-        )
+        return SignedClaim(tenant, key_id, expires_at) if isinstance(tenant, str) else None
 
 
 def _public_key(key_id: str, row: _KeyRow) -> Any:

@@ -38,7 +38,8 @@ _LOCK_INTERVAL = 0.05
 # The tenant of --dev.
 RESERVED_NAME = "dev"
 
-_SECONDS_MAX = 1 << 40
+# The end of the year 9999, in seconds since 1970: later ones cannot be shown.
+SECONDS_MAX = 253_402_300_799
 _COUNT_MAX = (1 << 31) - 1
 
 # Not Literal[1], which true would be as well.
@@ -47,7 +48,7 @@ Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}\z")
 _Certificate = Annotated[str, StringConstraints(pattern=r"^(dns|uri|cn):[ -~]{1,512}\z")]
 _Role = Literal["client", "viewer", "operator"]
 _Count = Annotated[int, Field(ge=0, le=_COUNT_MAX)]
-_Time = Annotated[int, Field(ge=0, le=_SECONDS_MAX)]
+_Time = Annotated[int, Field(ge=0, le=SECONDS_MAX)]
 _Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
@@ -78,8 +79,9 @@ class LimitsRow(_Strict):
     running_max: _Count | None = None
     queued_max: _Count | None = None
     queued_tokens_max: _Count | None = None
-    tokens_per_second: Annotated[float, Field(gt=0.0, le=1e9)] | None = None
-    kv_bytes_max: Annotated[int, Field(ge=0, le=1 << 62)] | None = None
+    # Not less than what the door and the pool take: a server would refuse the whole file.
+    tokens_per_second: Annotated[float, Field(ge=0.001, le=1e9)] | None = None
+    kv_bytes_max: Annotated[int, Field(ge=1, le=1 << 62)] | None = None
     kv_guaranteed: _Share = 0.0
     kv_max: _Share = 1.0
     sealed: bool = False
