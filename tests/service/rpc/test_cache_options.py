@@ -44,7 +44,6 @@ async def server(jobs: list[Job], tmp_path: Path) -> AsyncIterator[ServerHarness
         *("--public-system", f"system={tmp_path / 'system'}"),
     )
     async with serving(*files) as server:
-        jobs.clear()  # the server's own, which compute the public prefixes
         server.server._scopes.change_members(MembershipList({"dev": 1}, {"team": ["dev"]}))
         assert [job.scopes.keeps for job in jobs] == [True, True], "it computed them"
         jobs.clear()
