@@ -185,7 +185,7 @@ def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
 def test_a_token_for_this_machine_goes_to_no_proxy(
     fake: Fake, kind: str, ca: str, proxy: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever runs the proxy could read it where there is no TLS, and does not reach this machine."""
+    """Whoever runs the proxy could read it, and it would connect to another machine."""
     monkeypatch.setenv("KVLEDGER_TOKEN", "kvl_secret")
     options = [ca] if kind == "tls" else []
     assert main(["generate", *options, "--server", getattr(fake, kind), "Hi"]) == 0
