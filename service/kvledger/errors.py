@@ -145,12 +145,12 @@ class ConstraintsUnavailable(Exception):
 class ConstraintsFull(Exception):
     """The constraints of open requests have all the memory that they may have."""
 
-    def __init__(self, held_bytes: int, retry_after_seconds: float) -> None:
+    def __init__(self, bytes_max: int, retry_after_seconds: float) -> None:
         super().__init__(
-            f"constraints of open requests hold {held_bytes} bytes, and this one does not fit; "
-            f"try again later"
+            f"constraints of open requests would hold more than {bytes_max} bytes, as many as "
+            f"may; try again later"
         )
-        self.held_bytes = held_bytes
+        self.bytes_max = bytes_max
         self.retry_after_seconds = retry_after_seconds
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import socket
 from collections.abc import Iterator
 from concurrent import futures
 from pathlib import Path
@@ -13,6 +15,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from test_client_commands import Captured, FakeService, type_in
 
 from kvledger.cli import main
+from kvledger.cli.client import channel
 from kvledger.v1 import generation_pb2_grpc
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -165,3 +168,40 @@ def test_health_of_nobody_ends_in_time(tmp_path: Path, capsys: Captured) -> None
     """A probe would hang, and the probes after it pile up."""
     assert main(["health", "--server", f"unix:{tmp_path / 's'}", "--timeout", "2"]) == 1
     assert "no server answers" in capsys.readouterr().err
+
+
+@pytest.fixture
+def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
+    """A port that the environment calls a proxy for everything."""
+    for name in ("no_proxy", "NO_PROXY", "no_grpc_proxy", "grpc_proxy", "https_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{listening.getsockname()[1]}")
+        listening.settimeout(10)
+        yield listening
+
+
+@pytest.mark.parametrize("kind", ["plain", "socket", "tls"])
+def test_a_token_for_this_machine_goes_to_no_proxy(
+    fake: Fake, kind: str, ca: str, proxy: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever runs the proxy could read it, and it would connect to another machine."""
+    monkeypatch.setenv("KVLEDGER_TOKEN", "kvl_secret")
+    options = [ca] if kind == "tls" else []
+    assert main(["generate", *options, "--server", getattr(fake, kind), "Hi"]) == 0
+    proxy.settimeout(0)
+    with pytest.raises(BlockingIOError):
+        proxy.accept()
+
+
+def test_what_is_elsewhere_is_reached_by_the_proxy(proxy: socket.socket) -> None:
+    """Where a proxy is the only way out, no server would be found."""
+    options = argparse.Namespace(
+        server="kvledger.invalid:50051", tls_ca=None, tls_cert=None, tls_key=None
+    )
+    with channel(options) as connection:
+        ready = grpc.channel_ready_future(connection)
+        asked, _ = proxy.accept()
+        with asked:
+            assert asked.recv(4096).startswith(b"CONNECT kvledger.invalid:50051 ")
+        ready.cancel()

@@ -272,15 +272,29 @@ async def test_memory_of_open_requests_has_a_limit(
     """Requests that wait with large grammars would fill the memory."""
     source = schema({"enum": [f"x{i}" * 3 for i in range(4000)]})
     first = await compiler.compile(source, 0, "a")
-    held = compiler._held._bytes
+    held = compiler._held.total
     assert held > 1_000_000
     monkeypatch.setattr(module, "_HELD_BYTES_MAX", held + 1000)
-    with pytest.raises(ConstraintsFull, match=f"hold {held} bytes"):
+    with pytest.raises(ConstraintsFull, match=f"more than {held + 1000} bytes"):
         await compiler.compile(source, 0, "a")
     del first
     gc.collect()
-    assert compiler._held._bytes == 0
+    assert compiler._held.total == 0
     await compiler.compile(source, 0, "a")
+
+
+async def test_a_tenant_that_fills_the_memory_refuses_no_other(
+    compiler: ConstraintCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One tenant's open requests would leave all others without constraints."""
+    source = schema({"enum": [f"x{i}" * 3 for i in range(4000)]})
+    flood = await compiler.compile(source, 1, "a")
+    monkeypatch.setattr(module, "_HELD_BYTES_MAX", compiler._held.total)
+    with pytest.raises(ConstraintsFull):
+        await compiler.compile(source, 1, "a")
+    assert allowed((await compiler.compile(regex("ab|cd"), 2, "a")).start(), VOCABULARY)
+    assert await compiler.compile(source, 2, "a")
+    del flood
 
 
 async def test_without_the_extra_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,9 @@ DEFAULT_SERVER = "127.0.0.1:50051"
 TOKEN_VARIABLE = "KVLEDGER_TOKEN"  # noqa: S105  # a name
 _TOKEN_CHARACTERS_MAX = 8192
 
+# $http_proxy is for what is elsewhere; gRPC would also take it for this machine and for sockets.
+_NO_PROXY = (("grpc.enable_http_proxy", 0),)
+
 # Metadata of every refusal that a server of ours sends.
 _DETAILS = "grpc-status-details-bin"
 
@@ -141,22 +144,26 @@ def identity(options: argparse.Namespace) -> tuple[tuple[str, str], ...]:
 
 
 def channel(options: argparse.Namespace) -> grpc.Channel:
-    """A connection to the server that the options name; raises SettingRefused."""
+    """A connection to the server that the options name; raises SettingRefused.
+
+    What goes to this machine, and with it every token without TLS, passes no proxy.
+    """
     cert, key = options.tls_cert, options.tls_key
     if (cert is None) != (key is None):
         raise SettingRefused("--tls-cert and --tls-key go together; give both, or neither")
+    settings = _NO_PROXY if _is_here(options.server) else ()
     if options.tls_ca is None:
         if cert is not None:
             raise SettingRefused(
                 "--tls-cert needs --tls-ca: it is shown only to a server that shows its own"
             )
-        return grpc.insecure_channel(options.server)
+        return grpc.insecure_channel(options.server, settings)
     if socket_path(options.server) is not None:
         raise SettingRefused("--tls-ca is for host:port: there is no TLS on a unix socket")
     credentials = grpc.ssl_channel_credentials(
         _read("--tls-ca", options.tls_ca), _read("--tls-key", key), _read("--tls-cert", cert)
     )
-    return grpc.secure_channel(options.server, credentials)
+    return grpc.secure_channel(options.server, credentials, settings)
 
 
 def _is_here(server: str) -> bool:

@@ -28,6 +28,7 @@ from kvledger.constraints.turns import Turns
 from kvledger.constraints.worker import (
     BROKE,
     CLOCK_SECONDS,
+    MEMORY_BYTES,
     TOOK_TOO_LONG,
     Verdict,
     frame,
@@ -56,7 +57,7 @@ _PLACES = 2
 _WAITING_MAX = 64
 # Verdicts that are kept.
 _VERDICTS_MAX = 1024
-# Memory of the grammars of all open requests, in bytes.
+# Memory of the grammars of all open requests, in bytes; _HeldBytes says who may go beyond it.
 _HELD_BYTES_MAX = 1024 * 1024 * 1024
 # What a caller is told to wait where there is no room, in seconds.
 _RETRY_SECONDS = 1.0
@@ -96,24 +97,48 @@ class Verdicts:
 
 
 class _HeldBytes:
-    """Memory of compiled grammars, given back by whichever thread lets go of one last."""
+    """Memory of compiled grammars, given back by whichever thread lets go of one last.
+
+    While there is room everybody may take some. When there is none, a tenant that has nothing may
+    still have one grammar, and more as long as all its own stay within its share, the bound divided
+    by the number of tenants that have some, and within what one grammar may take. So each tenant
+    adds at most one grammar's MEMORY_BYTES to the bound.
+    """
 
     def __init__(self) -> None:
-        self._bytes = 0
+        # By tenant; those that hold something.
+        self._by_tenant: dict[int, int] = {}
         # Entered again where the collector runs inside.
         self._lock = threading.RLock()
 
-    def take(self, size: int, kept_by: object) -> None:
-        """Takes so many bytes for as long as an object lives. Raises ConstraintsFull."""
+    @property
+    def total(self) -> int:
+        """Bytes that all tenants hold."""
         with self._lock:
-            if self._bytes + size > _HELD_BYTES_MAX:
-                raise ConstraintsFull(self._bytes, _RETRY_SECONDS)
-            self._bytes += size
-        weakref.finalize(kept_by, self._give_back, size).atexit = False
+            return sum(self._by_tenant.values())
 
-    def _give_back(self, size: int) -> None:
+    def take(self, tenant: int, size: int, kept_by: object) -> None:
+        """Takes so many bytes for as long as an object lives. Raises ConstraintsFull."""
+        if size == 0:
+            return
         with self._lock:
-            self._bytes -= size
+            if not self._has_room(tenant, size):
+                raise ConstraintsFull(_HELD_BYTES_MAX, _RETRY_SECONDS)
+            self._by_tenant[tenant] = self._by_tenant.get(tenant, 0) + size
+        weakref.finalize(kept_by, self._give_back, tenant, size).atexit = False
+
+    def _has_room(self, tenant: int, size: int) -> bool:
+        own = self._by_tenant.get(tenant, 0)
+        if own == 0 or self.total + size <= _HELD_BYTES_MAX:
+            return True
+        share = _HELD_BYTES_MAX // len(self._by_tenant)
+        return own + size <= min(share, MEMORY_BYTES)
+
+    def _give_back(self, tenant: int, size: int) -> None:
+        with self._lock:
+            self._by_tenant[tenant] -= size
+            if self._by_tenant[tenant] == 0:
+                del self._by_tenant[tenant]
 
 
 def _worker_process(channel: int) -> subprocess.Popen[bytes]:
@@ -269,12 +294,12 @@ class ConstraintCompiler:
     async def compile(self, source: ConstraintSource, tenant: int, client: Hashable) -> Constraint:
         """The constraint of a source that keeps the limits on a request, within seconds.
 
-        `client` is who waits for nobody but itself. Raises InvalidRequest, ConstraintsUnavailable,
-        ConstraintsFull, QueueFull or ServerDraining.
+        Tenants take turns, and so do a tenant's clients. Raises InvalidRequest,
+        ConstraintsUnavailable, ConstraintsFull, QueueFull or ServerDraining.
         """
         if self._unavailable is not None:
             raise ConstraintsUnavailable(self._unavailable)
-        waiting = self._turns.waiting((tenant, client))
+        waiting = self._turns.waiting(tenant, client)
         if waiting >= _WAITING_MAX:
             raise QueueFull(waiting, _RETRY_SECONDS)
         began = asyncio.Event()
@@ -299,7 +324,7 @@ class ConstraintCompiler:
     ) -> Constraint:
         from kvledger.constraints.matcher import compile_constraint
 
-        async with self._turns.turn((tenant, client)):
+        async with self._turns.turn(tenant, client):
             began.set()
             verdict = await self._judge(source, tenant)
             if verdict.refused is not None:
@@ -307,7 +332,7 @@ class ConstraintCompiler:
             constraint = await asyncio.get_running_loop().run_in_executor(
                 self._threads, compile_constraint, self._prepared, source
             )
-            self._held.take(verdict.size, constraint)
+            self._held.take(tenant, verdict.size, constraint)
         return constraint
 
     async def _judge(self, source: ConstraintSource, tenant: int) -> Verdict:

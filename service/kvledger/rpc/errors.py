@@ -118,7 +118,7 @@ _TABLE: dict[type, _Row] = {
     ConstraintsFull: _Row(
         grpc.StatusCode.RESOURCE_EXHAUSTED,
         "CONSTRAINTS_FULL",
-        lambda error: _quota_failure(f"constraints hold {error.held_bytes} bytes"),
+        lambda error: _quota_failure(f"constraints hold at most {error.bytes_max} bytes"),
         lambda error: error.retry_after_seconds,
     ),
     QueueTimeout: _Row(
