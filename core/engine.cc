@@ -45,6 +45,18 @@ std::int64_t Engine::sequence_tokens_max(TenantId tenant) const noexcept {
   return std::min(sequence_tokens_max(), reach * settings_.slots_per_block + 1);
 }
 
+// Sequences preempted in this plan that have outgrown a share which was lowered can never come
+// back.
+void Engine::end_stranded(std::size_t preempted_before) {
+  for (std::size_t i = preempted_before; i < report_.preemptions.size(); ++i) {
+    const auto found = sequences_.find(SequenceId{report_.preemptions[i].sequence});
+    if (found != sequences_.end() && found->second->state == Sequence::State::kWaiting &&
+        found->second->has_outgrown()) {
+      finish(*found->second, EndReason::kContext);
+    }
+  }
+}
+
 void Engine::set_shares(const std::vector<PoolShare>& shares, Nanoseconds now) {
   ledger_.advance(now);
   BlockCount guaranteed;
@@ -58,9 +70,8 @@ void Engine::set_shares(const std::vector<PoolShare>& shares, Nanoseconds now) {
   stranded.reserve(sequences_.size());
   cache_.set_shares(shares);
   for (const auto& [id, sequence] : sequences_) {
-    sequence->tokens_max = std::min(sequence->tokens_max, sequence_tokens_max(sequence->tenant));
-    if (sequence->state == Sequence::State::kWaiting &&
-        sequence->token_count() >= sequence->tokens_max) {
+    sequence->tokens_max = sequence_tokens_max(sequence->tenant);
+    if (sequence->state == Sequence::State::kWaiting && sequence->has_outgrown()) {
       stranded.push_back(sequence.get());
     }
   }
@@ -157,7 +168,9 @@ const StepPlan& Engine::plan(Nanoseconds now) {
   ledger_.advance(now);
   const StepId step{steps_ + 1};
   plan_.begin(step);
+  const std::size_t preempted_before = report_.preemptions.size();
   scheduler_.schedule(ledger_.now(), plan_, report_);
+  end_stranded(preempted_before);
   cache_.keep_within_shares();
   plan_.finish();
   if (!scheduler_.chunks().empty()) {
@@ -209,8 +222,8 @@ void Engine::commit(StepId step, std::span<const Token> tokens,
     KVL_CHECK_LT(first, last);
     KVL_CHECK_LE(last, tokens.size());
     if (tokens[first] < 0) {
-      // What gave such logits may stand in any block that it computed: nobody shall begin with it.
-      cache_.discard(sequence);
+      // What gave such logits may stand in any block that it has: nobody shall begin with it.
+      cache_.discard(*sequence.request);
     } else {
       keep_computed(sequence);
     }
@@ -328,7 +341,7 @@ bool Engine::append_output(Sequence& sequence, Token token) {
     reason = EndReason::kStop;
   } else if (sequence.output_count() >= sequence.output_tokens_max) {
     reason = EndReason::kLength;
-  } else if (sequence.token_count() >= sequence.tokens_max) {
+  } else if (sequence.has_outgrown()) {
     reason = EndReason::kContext;
   }
   if (!reason) {

@@ -120,6 +120,7 @@ class Engine {
  private:
   void settle_step(StepId step, Nanoseconds now);
   void count_computed(Sequence& sequence, std::int64_t tokens);
+  void end_stranded(std::size_t preempted_before);
   void keep_computed(Sequence& sequence);
   // Most tokens that a prompt may have; 0 if it may not come now.
   std::int64_t prompt_tokens_max(const Arrival& arrival) const;

@@ -9,9 +9,10 @@ namespace kvledger {
 
 class LruPolicy : public EvictionPolicy {
  public:
-  explicit LruPolicy(CachedBlocks& blocks) : blocks_(blocks), order_(blocks, 1) {}
+  explicit LruPolicy(CachedBlocks& blocks, bool leaves_only = false)
+      : blocks_(blocks), order_(blocks, 1), leaves_only_(leaves_only) {}
 
-  bool takes_leaves_only() const noexcept override { return false; }
+  bool takes_leaves_only() const noexcept override { return leaves_only_; }
   void entered(CacheSlot slot, std::uint64_t now) override { blocks_[slot].used_at = now; }
   void used(CacheSlot slot, std::uint64_t now) override;
   void adopted(CacheSlot, std::uint64_t) override {}
@@ -23,6 +24,7 @@ class LruPolicy : public EvictionPolicy {
  private:
   CachedBlocks& blocks_;
   CacheList order_;  // the oldest first
+  const bool leaves_only_;
 };
 
 }  // namespace kvledger

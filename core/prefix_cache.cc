@@ -42,7 +42,7 @@ PrefixCache::PrefixCache(const PrefixCacheSettings& settings, std::int64_t slots
       [this, growth = settings.cost_growth](
           CachedBlocks& cached, std::int64_t capacity) -> std::unique_ptr<EvictionPolicy> {
         if (!partitions_learn_) {
-          return std::make_unique<LruPolicy>(cached);
+          return std::make_unique<LruPolicy>(cached, true);
         }
         return std::make_unique<ReusePolicy>(cached, capacity, growth);
       });
@@ -271,14 +271,15 @@ void PrefixCache::insert_one(Sequence& sequence, BlockId block) {
     sequence.own_from = index;
   }
   const ScopeId scope = scope_of(sequence, index);
-  const std::optional<PrefixNode> node =
-      is_shared(scope) && !may_give(sequence) ? std::nullopt : place(sequence, index, scope);
+  const std::optional<PrefixNode> node = place(sequence, index, scope);
   if (!node) {
     sequence.path_ends = true;
     return;
   }
   if (!index_->block_of(*node)) {
-    if (pool_.is_kept(block)) {
+    // Whoever has a block that the index knows must have pinned its node.
+    if (pool_.is_kept(block) || is_beyond_a_sibling(sequence, index, block) ||
+        (is_shared(scope) && !may_give(sequence))) {
       index_->unpin(*node);
       sequence.path_ends = true;
       return;
@@ -291,6 +292,16 @@ void PrefixCache::insert_one(Sequence& sequence, BlockId block) {
     note_twice(sequence, index);
   }
   sequence.path.push_back(PathEntry{*node});
+}
+
+// Whether another sample has the block that the index cannot follow there any more.
+bool PrefixCache::is_beyond_a_sibling(const Sequence& sequence, std::int64_t index,
+                                      BlockId block) const noexcept {
+  return pool_.references(block) > 1 &&
+         std::ranges::any_of(sequence.request->samples, [&](const Sequence* other) {
+           return other != &sequence && other->state == Sequence::State::kRunning &&
+                  (other->path_ends || static_cast<std::int64_t>(other->path.size()) > index);
+         });
 }
 
 void PrefixCache::note_twice(Sequence& sequence, std::int64_t index) noexcept {
@@ -327,16 +338,20 @@ std::optional<PrefixNode> PrefixCache::place(const Sequence& sequence, std::int6
   }
 }
 
-void PrefixCache::discard(Sequence& sequence) {
-  const auto timed = timer_.call();
-  if (sequence.filled_from < 0) {
-    return;
-  }
-  const PrefixNode first =
-      checked_at(sequence.path, static_cast<std::size_t>(sequence.filled_from)).node;
-  if (index_->knows(first)) {
-    index_->purge(first, freed_, pinned_);
-    take_out();
+void PrefixCache::discard(const Request& request) {
+  for (const Sequence* sample : request.samples) {
+    const std::int64_t first = sample->filled_from < 0
+                                   ? sample->own_from
+                                   : std::min(sample->filled_from, sample->own_from);
+    if (!is_on() || sample->state != Sequence::State::kRunning ||
+        first >= static_cast<std::int64_t>(sample->path.size())) {
+      continue;
+    }
+    const PrefixNode node = sample->path[static_cast<std::size_t>(first)].node;
+    if (index_->knows(node)) {
+      index_->purge(node, freed_, pinned_);
+      take_out();
+    }
   }
 }
 
@@ -375,13 +390,18 @@ void PrefixCache::stay(const Sequence& ended) {
   }
 }
 
+BlockCount PrefixCache::reclaimable() const noexcept {
+  return is_on() ? std::min(BlockCount{index_->cached()}, ledger_.balances()[BlockState::kCached])
+                 : BlockCount{0};
+}
+
 BlockCount PrefixCache::available(TenantId tenant) const noexcept {
-  const BlockCount room = pool_.available() + BlockCount{is_on() ? index_->cached() : 0};
+  const BlockCount room = pool_.available() + reclaimable();
   return std::min(room - shares_.kept_from(tenant), shares_.left_to(tenant));
 }
 
 BlockCount PrefixCache::room_of_scopes() const noexcept {
-  return pool_.available() + BlockCount{index_->cached()} - shares_.kept_from(kNobody);
+  return pool_.available() + reclaimable() - shares_.kept_from(kNobody);
 }
 
 // Whether a block of a sequence may go to a shared scope: its tenant has one more to its guarantee
@@ -451,14 +471,15 @@ bool PrefixCache::evict_for(TenantId tenant) {
 }
 
 bool PrefixCache::evict_from(std::optional<CacheOwner> owner) {
-  const std::optional<BlockId> victim = owner ? index_->evict(*owner) : index_->evict();
-  if (!victim) {
-    return false;
+  while (const auto victim = owner ? index_->evict(*owner) : index_->evict()) {
+    const bool is_cached = ledger_.state_of(*victim) == BlockState::kCached;
+    pool_.drop(*victim);
+    if (is_cached) {
+      ++counts_.evicted;
+      return true;
+    }
   }
-  KVL_CHECK_EQ(ledger_.state_of(*victim), BlockState::kCached);
-  pool_.drop(*victim);
-  ++counts_.evicted;
-  return true;
+  return false;
 }
 
 void PrefixCache::keep_within_shares() {

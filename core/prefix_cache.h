@@ -115,9 +115,9 @@ class PrefixCache {
   // Joins the block that stands in the index for a sequence's `own`, and gives that one back;
   // nothing if it is the same, or none stands there any more.
   std::optional<BlockId> exchange(Sequence& sequence, std::int64_t index, BlockId own);
-  // Takes the blocks that a sequence put in itself out again, and all that hangs below them: they
-  // may be wrong.
-  void discard(Sequence& sequence);
+  // Takes out what a request's samples put in or began with in its own scope, and all that hangs
+  // below: it may be wrong.
+  void discard(const Request& request);
   // Unpins what a sequence that gives its blocks back had pinned.
   void leave(Sequence& sequence);
   // Makes room, so that stay() allocates nothing for so many more blocks.
@@ -168,10 +168,14 @@ class PrefixCache {
   bool extend(Sequence& waiting);
   bool can_insert(const Sequence& sequence) const noexcept;
   void insert_one(Sequence& sequence, BlockId block);
+  bool is_beyond_a_sibling(const Sequence& sequence, std::int64_t index,
+                           BlockId block) const noexcept;
   static void note_twice(Sequence& sequence, std::int64_t index) noexcept;
   std::optional<PrefixNode> find(const Sequence& sequence, std::int64_t index, ScopeId scope);
   std::optional<PrefixNode> place(const Sequence& sequence, std::int64_t index, ScopeId scope);
   std::int64_t take_out();
+  // Cached blocks that can be evicted.
+  BlockCount reclaimable() const noexcept;
   // Blocks that shared scopes may still come to hold: they stand in nobody's guarantee.
   BlockCount room_of_scopes() const noexcept;
   bool may_give(const Sequence& sequence) const noexcept;

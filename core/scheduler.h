@@ -31,7 +31,8 @@
 // compute if nothing were cached, so that nobody's place tells what others have cached.
 //
 // Shares. Who waits for room in its own tenant's share is passed by, and holds up nobody; who fits
-// into what is left of its tenant's guarantee passes everybody. A tenant's sequences take no more
+// into what is left of its tenant's guarantee passes everybody (both for as many tenants and
+// requests as a step looks at). A tenant's sequences take no more
 // blocks than its share, and never those that others have guaranteed (pool_shares.h); who needs one
 // beyond its tenant's limit preempts only its tenant's, and nobody preempts a tenant that holds no
 // more than its guarantee.

@@ -39,7 +39,7 @@ void Scheduler::collect_prefill(StepPlan& plan) {
         at_limit_.size() == kTenantsAtLimit) {
       break;
     }
-    if (is_at_limit(sequence->tenant)) {
+    if (sequence->has_outgrown() || is_at_limit(sequence->tenant)) {
       ++skipped;
       continue;
     }
@@ -77,7 +77,8 @@ void Scheduler::collect_guaranteed(std::int64_t rows) {
     ++skipped;
     const TenantId tenant = sequence->tenant;
     const BlockCount guaranteed = shares.of(tenant).guaranteed;
-    if (guaranteed == kNone || is_at_limit(tenant) || is_candidate(*sequence)) {
+    if (guaranteed == kNone || sequence->has_outgrown() || is_at_limit(tenant) ||
+        is_candidate(*sequence)) {
       continue;
     }
     const Candidate next = candidate(*sequence);
@@ -156,6 +157,9 @@ void Scheduler::find_waiters() {
   std::sort(candidates_.begin(), candidates_.end(),
             [](const auto& a, const auto& b) { return ByRank{}(a.sequence, b.sequence); });
   for (std::size_t i = 1; i < candidates_.size(); ++i) {
+    if (!candidates_[i].sequence->scopes.reuses) {
+      continue;
+    }
     const auto place = cache_.next_place(*candidates_[i].sequence);
     for (std::size_t j = 0; j < i && place && candidates_[i].source == nullptr; ++j) {
       const Candidate& first = candidates_[j];

@@ -100,6 +100,8 @@ struct Sequence {
 
   std::int64_t token_count() const noexcept { return static_cast<std::int64_t>(tokens.size()); }
   std::int64_t pending() const noexcept { return token_count() - computed; }
+  // Whether there is no room for another token.
+  bool has_outgrown() const noexcept { return token_count() >= tokens_max; }
   std::int64_t output_count() const noexcept { return token_count() - prompt_count; }
 
   // Books the time since the last change of activity to the current one, and changes it.
