@@ -70,7 +70,10 @@ void Engine::set_shares(const std::vector<PoolShare>& shares, Nanoseconds now) {
   stranded.reserve(sequences_.size());
   cache_.set_shares(shares);
   for (const auto& [id, sequence] : sequences_) {
-    sequence->tokens_max = sequence_tokens_max(sequence->tenant);
+    const std::int64_t most = sequence_tokens_max(sequence->tenant);
+    const bool runs = sequence->state == Sequence::State::kRunning;
+    // Who runs may have reserved all that it can ever need.
+    sequence->tokens_max = runs ? std::min(sequence->tokens_max, most) : most;
     if (sequence->state == Sequence::State::kWaiting && sequence->has_outgrown()) {
       stranded.push_back(sequence.get());
     }
