@@ -191,7 +191,7 @@ class Scheduler {
   };
   Candidate candidate(Sequence& waiting);
   bool is_candidate(const Sequence& sequence) const noexcept;
-  void begin(const Candidate& candidate, Nanoseconds now, StepPlan& plan, StepReport& report);
+  bool begin(const Candidate& candidate, Nanoseconds now, StepPlan& plan, StepReport& report);
   bool completes_next_block(const Sequence& sequence) const noexcept;
 
   const SchedulerSettings settings_;

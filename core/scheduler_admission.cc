@@ -182,9 +182,9 @@ void Scheduler::admit_chosen(Nanoseconds now, StepPlan& plan, StepReport& report
     if (candidate.tokens == 0) {
       continue;
     }
-    chunks_.push_back(Chunk{candidate.sequence, candidate.tokens});
-    if (candidate.sequence->state != Sequence::State::kRunning) {
-      begin(candidate, now, plan, report);
+    if (candidate.sequence->state == Sequence::State::kRunning ||
+        begin(candidate, now, plan, report)) {
+      chunks_.push_back(Chunk{candidate.sequence, candidate.tokens});
     }
   }
   std::int64_t admitted_behind = 0;
@@ -197,15 +197,20 @@ void Scheduler::admit_chosen(Nanoseconds now, StepPlan& plan, StepReport& report
   }
 }
 
-// Admits a waiting sequence: with what it shares, and with a reservation for the rest.
-void Scheduler::begin(const Candidate& candidate, Nanoseconds now, StepPlan& plan,
+// Admits a waiting sequence: with what it shares, and with a reservation for the rest. False if
+// those before it have left too little.
+bool Scheduler::begin(const Candidate& candidate, Nanoseconds now, StepPlan& plan,
                       StepReport& report) {
   Sequence& sequence = *candidate.sequence;
   // Others may have evicted some of it since: then it needs more blocks, of which there are more.
   PrefixMatch match = candidate.source == nullptr ? cache_.match(sequence) : PrefixMatch{};
   const std::int64_t whole = match.blocks * slots_per_block_;
   const BlockCount needed = blocks_to_admit(sequence, candidate.shared + whole);
-  if (cache_.available(sequence.tenant) <= needed + BlockCount{match.cached}) {
+  const BlockCount left = cache_.available(sequence.tenant) - needed - BlockCount{match.cached};
+  if (left < kNone) {
+    return false;
+  }
+  if (left == kNone) {
     match.tail = 0;  // its source may be the very block that has to go
   }
   if (candidate.source == nullptr) {
@@ -235,6 +240,7 @@ void Scheduler::begin(const Candidate& candidate, Nanoseconds now, StepPlan& pla
   if (sequence.request->is_shared() && sequence.computed >= sequence.prompt_count) {
     arrange(*sequence.request);
   }
+  return true;
 }
 
 // Gives a waiting sequence a row and its place among the running ones.
