@@ -15,6 +15,7 @@ build/package/tests/simulation --seeds 1000 --steps 5000 --seed 1000
 
 say "reuse: 10^6 steps over 1,000 seeds"
 build/package/tests/reuse_simulation 1000 1000
+build/package/tests/reuse_simulation 8000 600 2000 harsh
 
 say "core tests and simulation under AddressSanitizer and UBSan"
 tools/core_tests.sh build/sanitized address,undefined

@@ -25,6 +25,23 @@ EngineSettings draw_settings(Random& random) {
   return settings;
 }
 
+// Almost no room, and whatever makes sequences lose it.
+EngineSettings draw_harsh_settings(Random& random) {
+  EngineSettings settings = draw_settings(random);
+  settings.blocks =
+      BlockCount{random.between(random.chance(300) ? 2 : 5, random.chance(500) ? 12 : 30)};
+  settings.slots_per_block =
+      static_cast<std::int32_t>(random.chance(350) ? 1 : random.between(1, 6));
+  settings.context_tokens = std::max<std::int64_t>(
+      2, settings.blocks.value() * settings.slots_per_block + random.between(-3, 3));
+  SchedulerSettings& scheduler = settings.scheduler;
+  scheduler.overtakes_max = random.between(0, 16);
+  scheduler.preemptions_max = random.between(0, 3);
+  scheduler.aging_per_priority = random.between(0, 100'000);
+  scheduler.step_stretch = random.chance(300) ? random.between(1000, 3000) : 0;
+  return settings;
+}
+
 ScopeId own_scope(TenantId tenant, std::int64_t space) {
   return ScopeId{
       static_cast<std::uint32_t>(10 * tenant.value() + static_cast<std::uint32_t>(space))};
@@ -47,9 +64,10 @@ void ReuseOutcome::add(const ReuseOutcome& other) {
   evicted += other.evicted;
 }
 
-ReuseSimulator::ReuseSimulator(std::uint64_t seed)
-    : random_(seed),
-      settings_(draw_settings(random_)),
+ReuseSimulator::ReuseSimulator(std::uint64_t seed, bool harsh)
+    : harsh_(harsh),
+      random_(seed),
+      settings_(harsh ? draw_harsh_settings(random_) : draw_settings(random_)),
       engine_(settings_, 0),
       slots_(static_cast<std::size_t>(settings_.blocks.value() * settings_.slots_per_block), 0) {
   for (std::int64_t tenant = 0; tenant <= kTenants; ++tenant) {  // 0: what everybody says
@@ -100,8 +118,9 @@ void ReuseSimulator::arrive() {
     Tokens prompt = draw_prompt(arrival);
     last_id_ += static_cast<std::uint64_t>(arrival.samples);
     ++outcome_.requests;
-    prompt.resize(std::min<std::size_t>(
-        prompt.size(), static_cast<std::size_t>(engine_.sequence_tokens_max(arrival.tenant) - 1)));
+    prompt.resize(std::min<std::size_t>(prompt.size(),
+                                        static_cast<std::size_t>(std::max<std::int64_t>(
+                                            0, engine_.sequence_tokens_max(arrival.tenant) - 1))));
     const bool accepted = engine_.accept(arrival, prompt);
     take_report();
     for (std::int64_t i = 0; accepted && i < arrival.samples; ++i) {
@@ -123,6 +142,12 @@ Arrival ReuseSimulator::draw_arrival() {
   arrival.output_tokens_max = random_.between(1, 3 * settings_.slots_per_block);
   arrival.samples = random_.chance(200) ? random_.between(2, 4) : 1;
   arrival.ignore_end_of_text = random_.chance(500);
+  if (harsh_) {
+    const std::int64_t pool = settings_.blocks.value() * settings_.slots_per_block;
+    arrival.output_tokens_max = random_.between(1, pool + 2);
+    arrival.priority = static_cast<std::int32_t>(random_.between(-3, 3));
+    arrival.samples = random_.chance(400) ? random_.between(2, 6) : 1;
+  }
   PrefixScopes& scopes = arrival.scopes;
   scopes.keeps = random_.chance(900);
   scopes.reuses = scopes.keeps && random_.chance(950);
@@ -171,7 +196,7 @@ void ReuseSimulator::disturb() {
   }
   const auto at = random_.between(0, static_cast<std::int64_t>(live_.size()) - 1);
   const std::vector<std::uint64_t> ids = {std::next(live_.begin(), at)->first};
-  switch (random_.between(0, 3)) {
+  switch (random_.between(0, harsh_ ? 5 : 3)) {
     case 0:
       engine_.end(ids, EndReason::kCancelled, tick());
       break;
@@ -180,6 +205,9 @@ void ReuseSimulator::disturb() {
       break;
     case 2:
       engine_.resume(ids, tick());
+      break;
+    case 4:
+      draw_shares();
       break;
     default:
       purge();
@@ -212,10 +240,12 @@ void ReuseSimulator::purge() {
   computed_[scope.value()].clear();
 }
 
-// Shares that hold from the start; nothing runs yet.
 void ReuseSimulator::draw_shares() {
   const std::int64_t pool = settings_.blocks.value();
-  std::int64_t left = pool - 4;
+  std::int64_t left =
+      std::max<std::int64_t>(0, engine_.shareable_blocks().value() - (harsh_ ? 1 : 4));
+  const std::int64_t least = harsh_ ? 1 : 3;
+  shares_.clear();
   for (std::uint32_t tenant = 1; tenant <= 3; ++tenant) {
     PoolShare share;
     share.tenant = TenantId{tenant};
@@ -224,8 +254,9 @@ void ReuseSimulator::draw_shares() {
     share.sealed = share.guaranteed.value() > 2 && random_.chance(200);
     share.max = share.sealed ? share.guaranteed
                              : BlockCount{random_.between(
-                                   std::max<std::int64_t>(3, share.guaranteed.value()), pool)};
-    share.live_max = BlockCount{random_.between(2, share.max.value())};
+                                   std::max<std::int64_t>(least, share.guaranteed.value()), pool)};
+    share.live_max = BlockCount{
+        random_.between(std::min<std::int64_t>(2, share.max.value()), share.max.value())};
     shares_.push_back(share);
   }
   engine_.set_shares(shares_, tick());
@@ -257,7 +288,7 @@ void ReuseSimulator::one_step() {
   const StepPlan& plan = engine_.plan(tick());
   const StepPlanView& view = plan.view();
   follow(view);
-  if (!shares_.empty()) {
+  if (!shares_.empty() && !harsh_) {
     check_shares();
     outcome_.at_limit += std::ranges::any_of(shares_, [&](const PoolShare& share) {
       return engine_.ledger().live(share.tenant) == share.live_max;
@@ -290,6 +321,7 @@ void ReuseSimulator::follow(const StepPlanView& plan) {
   for (const Admission& admission : report.admissions) {
     admit(admission);
   }
+  bill(report);  // what had outgrown a lowered share ended with its preemption
   for (std::size_t i = 0; i < plan.copy_from.size(); ++i) {
     const std::int64_t slots = settings_.slots_per_block;
     std::copy_n(slots_.begin() + plan.copy_from[i] * slots, slots,
@@ -470,6 +502,10 @@ void ReuseSimulator::take_report() {
       live_.erase(found);
     }
   }
+  bill(report);
+}
+
+void ReuseSimulator::bill(const StepReport& report) {
   for (const Receipt& receipt : report.receipts) {
     billed_[receipt.tenant] +=
         static_cast<BlockNanoseconds>(receipt.held_seconds) * 1'000'000'000 + receipt.held_nanos;

@@ -11,6 +11,10 @@
 //   shares      nobody takes more than its share, nor what another has guaranteed
 //   books      every audit; receipts add up to the tenants' block-time, to the nanosecond
 
+//
+// Harsh runs have pools of a few blocks, many samples, outputs as long as the pool, priorities, and
+// shares that change at any time; as those then only drain, they are not looked at there.
+
 #pragma once
 
 #include <cstdint>
@@ -42,7 +46,7 @@ struct ReuseOutcome {
 
 class ReuseSimulator {
  public:
-  explicit ReuseSimulator(std::uint64_t seed);
+  explicit ReuseSimulator(std::uint64_t seed, bool harsh = false);
 
   // Runs `steps` steps and then until everything has ended; throws a Violation.
   ReuseOutcome run(std::int64_t steps);
@@ -77,6 +81,7 @@ class ReuseSimulator {
   void commit(const StepPlanView& plan);
   void remember(const Live& live, std::int64_t computed);
   void take_report();
+  void bill(const StepReport& report);
   void check_reuse(const Live& live, std::int64_t found) const;
   std::int64_t alike(const Tokens& a, const Tokens& b) const;
   ScopeId scope_at(const Arrival& arrival, std::int64_t block) const;
@@ -85,6 +90,7 @@ class ReuseSimulator {
   void check_end();
   Nanoseconds tick();
 
+  const bool harsh_;
   Random random_;
   EngineSettings settings_;
   Nanoseconds clock_ = 0;

@@ -1,4 +1,4 @@
-// Usage: reuse_simulation [SEEDS [STEPS [FIRST]]]
+// Usage: reuse_simulation [SEEDS [STEPS [FIRST [harsh]]]]
 //
 // Runs seeds FIRST, FIRST + 1, ... with STEPS steps each. A failure prints its seed and ends with
 // status 1; the same seed and steps run it again, step by step the same.
@@ -29,7 +29,7 @@ int main(int argc, char** argv) {
   set_check_handler([](const CheckFailure& failure) { throw Violation(failure.message()); });
   ReuseOutcome all;
   for (long long seed = first; seed < first + seeds; ++seed) {
-    auto simulator = std::make_unique<ReuseSimulator>(static_cast<std::uint64_t>(seed));
+    auto simulator = std::make_unique<ReuseSimulator>(static_cast<std::uint64_t>(seed), argc > 4);
     try {
       all.add(simulator->run(steps));
     } catch (const std::exception& failure) {

@@ -23,3 +23,15 @@ TEST_CASE("whoever reuses whatever, every context is right and every block someb
                        << " reused, " << all.tails << " tails, " << all.caught_up << " caught up, "
                        << all.preemptions << " preemptions, " << all.evicted << " evicted");
 }
+
+TEST_CASE("almost no room, many samples and shares that change break nothing") {
+  // If this fails, some order of ordinary events ends the server.
+  ReuseOutcome all;
+  for (std::uint64_t seed = 1; seed <= 150; ++seed) {
+    CAPTURE(seed);
+    REQUIRE_NOTHROW(all.add(ReuseSimulator(seed, true).run(200)));
+  }
+  CHECK(all.preemptions > 500);
+  CHECK(all.reused_own > 1000);
+  CHECK(all.evicted > 1000);
+}
