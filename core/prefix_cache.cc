@@ -27,7 +27,7 @@ PrefixCache::PrefixCache(const PrefixCacheSettings& settings, std::int64_t slots
       ledger_(ledger),
       pool_(pool),
       shares_(ledger),
-      timer_(settings.clock) {
+      timer_(settings.on ? settings.clock : nullptr) {
   if (!settings.on) {
     return;
   }
