@@ -40,6 +40,12 @@ PoolShare PoolShares::of(TenantId tenant) const noexcept {
                                : found->second;
 }
 
+bool PoolShares::limits(TenantId tenant) const noexcept {
+  const auto found = named_.find(tenant);
+  return found != named_.end() &&
+         std::min(found->second.live_max, found->second.max) < ledger_.total();
+}
+
 bool PoolShares::is_apart(TenantId tenant) const noexcept {
   const auto found = named_.find(tenant);
   return found != named_.end() && stands_apart(found->second, ledger_.total());

@@ -36,8 +36,8 @@ class PoolShares {
 
   // The share of a tenant, or of a shared scope.
   PoolShare of(TenantId tenant) const noexcept;
-  // Whether a tenant is named.
-  bool limits(TenantId tenant) const noexcept { return named_.contains(tenant); }
+  // Whether a tenant has a limit of its own.
+  bool limits(TenantId tenant) const noexcept;
   // Those whose cached blocks are told apart from others': they have a guarantee, or a limit.
   const std::vector<PoolShare>& apart() const noexcept { return apart_; }
   bool is_apart(TenantId tenant) const noexcept;

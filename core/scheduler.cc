@@ -34,7 +34,7 @@ Scheduler::Scheduler(const SchedulerSettings& settings, std::int32_t slots_per_b
   leaders_.reserve(rows);
   candidates_.reserve(rows);
   passed_over_.reserve(kLookahead);
-  at_limit_.reserve(2 * kTenantsAtLimit);
+  at_limit_.reserve(2 * kAtLimitMax);
 }
 
 void Scheduler::enqueue(Request& request) {

@@ -127,8 +127,8 @@ class Scheduler {
   // Waiting sequences looked at in one step. More would only help when this many in a row do not
   // fit, and would make a step's cost depend on the length of the queue.
   static constexpr std::size_t kLookahead = 8;
-  // Tenants found to have all that they may have; in one step no more are looked for.
-  static constexpr std::size_t kTenantsAtLimit = 32;
+  // Sequences found to have no room in their tenant's share; in one step no more are looked for.
+  static constexpr std::size_t kAtLimitMax = 128;
 
   struct ByRank {
     bool operator()(const Sequence* a, const Sequence* b) const noexcept {
@@ -219,7 +219,7 @@ class Scheduler {
   // Used within one schedule(), kept to avoid allocation.
   std::vector<Candidate> candidates_;
   std::vector<Sequence*> passed_over_;
-  std::vector<TenantId> at_limit_;  // whose next sequence has no room in its own share
+  std::vector<Sequence*> at_limit_;  // that have no room in their own tenant's share
   std::vector<Chunk> chunks_;
   std::vector<Leader> leaders_;
   std::size_t decode_chunks_ = 0;

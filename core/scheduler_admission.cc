@@ -36,7 +36,7 @@ void Scheduler::collect_prefill(StepPlan& plan) {
   std::int64_t skipped = 0;
   for (Sequence* sequence : waiting_) {
     if (rows == 0 || passes == 0 || passed_over_.size() == kLookahead || skipped == kSkipMax ||
-        at_limit_.size() == kTenantsAtLimit) {
+        at_limit_.size() == kAtLimitMax) {
       break;
     }
     if (sequence->has_outgrown() || is_at_limit(sequence->tenant)) {
@@ -47,7 +47,7 @@ void Scheduler::collect_prefill(StepPlan& plan) {
     if (cache_.shares().limits(sequence->tenant) &&
         next.needed > cache_.shares().left_to(sequence->tenant) - promised_to(sequence->tenant)) {
       // It waits for its own tenant's sequences: nobody else shall wait for that.
-      at_limit_.push_back(sequence->tenant);
+      at_limit_.push_back(sequence);
       ++skipped;
       continue;
     }
@@ -71,7 +71,7 @@ void Scheduler::collect_guaranteed(std::int64_t rows) {
   }
   std::int64_t skipped = 0;
   for (Sequence* sequence : waiting_) {
-    if (rows == 0 || skipped == kSkipMax || at_limit_.size() == 2 * kTenantsAtLimit) {
+    if (rows == 0 || skipped == kSkipMax || at_limit_.size() == 2 * kAtLimitMax) {
       return;
     }
     ++skipped;
@@ -84,7 +84,7 @@ void Scheduler::collect_guaranteed(std::int64_t rows) {
     const Candidate next = candidate(*sequence);
     const BlockCount left = guaranteed - cache_.live(tenant) - promised_to(tenant);
     if (next.needed > std::min(left, cache_.available(tenant) - promised_to_all())) {
-      at_limit_.push_back(tenant);
+      at_limit_.push_back(sequence);
       continue;
     }
     --rows;
@@ -92,8 +92,19 @@ void Scheduler::collect_guaranteed(std::int64_t rows) {
   }
 }
 
+// Whether no more of a tenant's sequences are looked at: several had no room in its share, or one
+// of them was overtaken by others of its tenant as often as it may be.
 bool Scheduler::is_at_limit(TenantId tenant) const noexcept {
-  return std::find(at_limit_.begin(), at_limit_.end(), tenant) != at_limit_.end();
+  std::size_t tried = 0;
+  for (const Sequence* sequence : at_limit_) {
+    if (sequence->tenant == tenant) {
+      ++tried;
+      if (tried == kLookahead || sequence->overtaken >= settings_.overtakes_max) {
+        return true;
+      }
+    }
+  }
+  return false;
 }
 
 bool Scheduler::is_candidate(const Sequence& sequence) const noexcept {
@@ -182,9 +193,15 @@ void Scheduler::admit_chosen(Nanoseconds now, StepPlan& plan, StepReport& report
     if (candidate.tokens == 0) {
       continue;
     }
-    if (candidate.sequence->state == Sequence::State::kRunning ||
-        begin(candidate, now, plan, report)) {
-      chunks_.push_back(Chunk{candidate.sequence, candidate.tokens});
+    const bool ran = candidate.sequence->state == Sequence::State::kRunning;
+    if (!ran && !begin(candidate, now, plan, report)) {
+      continue;
+    }
+    chunks_.push_back(Chunk{candidate.sequence, candidate.tokens});
+    for (Sequence* waiting : at_limit_) {
+      const bool overtaken = !ran && waiting->tenant == candidate.sequence->tenant &&
+                             ByRank{}(waiting, candidate.sequence);
+      waiting->overtaken += overtaken ? 1 : 0;
     }
   }
   std::int64_t admitted_behind = 0;
