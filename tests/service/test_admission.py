@@ -10,7 +10,6 @@ import pytest
 from structlog.testing import CapturingLogger
 from test_streams import outcome
 
-from kvledger import admission
 from kvledger.admission import DEV_CALLER, Admission, Caller, Ticket
 from kvledger.engine import EndReason, Job
 from kvledger.errors import InvalidRequest, QueueFull, ServerDraining
@@ -69,23 +68,9 @@ def engine() -> FakeEngine:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(admission, "time", clock)
-    return clock
-
-
-@pytest.fixture
-def logger(monkeypatch: pytest.MonkeyPatch) -> CapturingLogger:
-    logger = CapturingLogger()
-    monkeypatch.setattr(admission, "_log", logger)
-    return logger
-
-
-@pytest.fixture
-def door(engine: FakeEngine, clock: Clock, logger: CapturingLogger) -> Admission:
+def door(engine: FakeEngine, door_clock: Clock, door_log: CapturingLogger) -> Admission:
     """A door with two places in its queue."""
-    del clock, logger
+    del door_clock, door_log
     return Admission(engine, CONTEXT, 2, MAILBOXES)  # type: ignore[arg-type]
 
 
@@ -110,7 +95,7 @@ def finish(door: Admission, ticket: Ticket, reason: EndReason = EndReason.STOP) 
 
 
 def test_what_enters_reaches_the_engine_as_it_was_asked(
-    door: Admission, engine: FakeEngine, clock: Clock
+    door: Admission, engine: FakeEngine, door_clock: Clock
 ) -> None:
     """A request would run for another tenant, with another's parameters, or late."""
     ticket = door.enter(
@@ -126,7 +111,7 @@ def test_what_enters_reaches_the_engine_as_it_was_asked(
     assert job.prompt.tolist() == [5, 6]
     assert job.sampling == SamplingParameters(temperature=0.5, seed=7)
     assert (job.priority, job.ignore_eos) == (-3, True)
-    assert job.arrived_at == clock.monotonic_ns()
+    assert job.arrived_at == door_clock.monotonic_ns()
     assert ticket.prompt_tokens == 2
 
 
@@ -173,7 +158,7 @@ def test_what_can_never_fit_is_refused_at_once(
     assert not door.open_requests
 
 
-def test_a_small_pool_is_named_as_the_limit(clock: Clock, logger: CapturingLogger) -> None:
+def test_a_small_pool_is_named_as_the_limit(door_clock: Clock, door_log: CapturingLogger) -> None:
     """The client would be told that the model is too small, and ask for another."""
     door = Admission(FakeEngine(40), CONTEXT, 2, MAILBOXES)  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest, match=r"at most 39 .* the whole KV pool"):
@@ -281,7 +266,7 @@ def test_ending_all_cancels_what_is_open(door: Admission, engine: FakeEngine) ->
     ]
 
 
-def test_the_advice_follows_how_fast_places_become_free(door: Admission, clock: Clock) -> None:
+def test_the_advice_follows_how_fast_places_become_free(door: Admission, door_clock: Clock) -> None:
     """Refused clients would come back too early, in vain, or much too late."""
     for seconds in (2.0, 0.5):
         tickets = []
@@ -289,14 +274,14 @@ def test_the_advice_follows_how_fast_places_become_free(door: Admission, clock: 
             tickets.append(enter(door))
             admit(door, tickets[-1])
         for ticket in tickets:
-            clock.seconds += seconds
+            door_clock.seconds += seconds
             finish(door, ticket)
         assert door.retry_after(tickets[0]) == pytest.approx(seconds, rel=0.01)
 
 
 @pytest.mark.parametrize(("seconds", "advice"), [(0.0, 0.1), (1e-6, 0.1), (1e6, 30.0)])
 def test_the_advice_stays_within_bounds(
-    door: Admission, clock: Clock, seconds: float, advice: float
+    door: Admission, door_clock: Clock, seconds: float, advice: float
 ) -> None:
     """Clients would be told to come back in no time, or next week."""
     tickets = []
@@ -304,29 +289,31 @@ def test_the_advice_stays_within_bounds(
         tickets.append(enter(door))
         admit(door, tickets[-1])
     for ticket in tickets:
-        clock.seconds += seconds
+        door_clock.seconds += seconds
         finish(door, ticket)
     assert door.retry_after(tickets[0]) == advice
 
 
-def test_a_quiet_night_is_no_slow_queue(door: Admission, clock: Clock) -> None:
+def test_a_quiet_night_is_no_slow_queue(door: Admission, door_clock: Clock) -> None:
     """After hours without requests the first refused client would be sent away for 30 s."""
     ticket = enter(door)
     before = door.retry_after(ticket)
-    clock.seconds += before
+    door_clock.seconds += before
     finish(door, ticket)
-    clock.seconds += 8 * 3600
+    door_clock.seconds += 8 * 3600
     ticket = enter(door)
-    clock.seconds += before
+    door_clock.seconds += before
     finish(door, ticket)
     assert door.retry_after(ticket) == pytest.approx(before)
 
 
-def test_each_end_is_one_line_without_the_prompt(door: Admission, logger: CapturingLogger) -> None:
+def test_each_end_is_one_line_without_the_prompt(
+    door: Admission, door_log: CapturingLogger
+) -> None:
     """Who was served what, and at which cost, could not be told from the log; or too much could."""
     ticket = enter(door, 77)
     finish(door, ticket, EndReason.LENGTH)
-    (call,) = logger.calls
+    (call,) = door_log.calls
     assert call.method_name == "info"
     assert call.args == ("request_finished",)
     assert call.kwargs["request_id"] == ticket.request_id
@@ -337,7 +324,7 @@ def test_each_end_is_one_line_without_the_prompt(door: Admission, logger: Captur
     json.dumps(call.kwargs)
 
 
-def test_the_line_has_the_receipts_numbers(door: Admission, logger: CapturingLogger) -> None:
+def test_the_line_has_the_receipts_numbers(door: Admission, door_log: CapturingLogger) -> None:
     """Costs in the log would be off by the unit they are told in."""
     ticket = enter(door)
     built = outcome(receipts=[(ticket.sequence, EndReason.STOP)])
@@ -346,28 +333,28 @@ def test_the_line_has_the_receipts_numbers(door: Admission, logger: CapturingLog
     row["queued"], row["prefill"], row["decode"] = 1_500_000, 2_000_000, 4_000_000_000
     row["peak_blocks"], row["output_tokens"] = 6, 9
     door.streams.deliver(built)
-    told = logger.calls[0].kwargs
+    told = door_log.calls[0].kwargs
     assert told["held_block_seconds"] == 3.25
     assert (told["queued_ms"], told["prefill_ms"], told["decode_ms"]) == (1.5, 2.0, 4000.0)
     assert (told["peak_blocks"], told["output_tokens"]) == (6, 9)
 
 
-def test_failures_stand_out_in_the_log(door: Admission, logger: CapturingLogger) -> None:
+def test_failures_stand_out_in_the_log(door: Admission, door_log: CapturingLogger) -> None:
     """A failure would look like any other end."""
     finish(door, enter(door), EndReason.FAILED)
     door.streams.deliver(outcome(refusals=[enter(door).sequence]))
-    assert [call.method_name for call in logger.calls] == ["warning", "error"]
+    assert [call.method_name for call in door_log.calls] == ["warning", "error"]
     assert not door.open_requests
 
 
 def test_a_server_without_its_engine_ends_every_request_once(
-    door: Admission, logger: CapturingLogger
+    door: Admission, door_log: CapturingLogger
 ) -> None:
     """Requests would stay open for ever when the engine dies."""
     tickets = [enter(door), enter(door)]
     door.streams.fail_all()
     assert not door.open_requests
-    told = {call.kwargs["request_id"] for call in logger.calls}
+    told = {call.kwargs["request_id"] for call in door_log.calls}
     assert told == {ticket.request_id for ticket in tickets}
 
 
