@@ -4,7 +4,6 @@
 #include <utility>
 
 #include "core/check.h"
-#include "core/make_room.h"
 
 namespace kvledger {
 namespace {
@@ -22,7 +21,8 @@ Scheduler::Scheduler(const SchedulerSettings& settings, std::int32_t slots_per_b
       pool_(pool),
       tables_(tables),
       cache_(cache),
-      blocks_(slots_per_block, pool, tables, cache) {
+      blocks_(slots_per_block, pool, tables, cache),
+      queue_(settings.token_budget) {
   KVL_CHECK_GE(settings.sequences_max, 1);
   KVL_CHECK_GE(settings.token_budget, settings.sequences_max);
   KVL_CHECK_LE(settings.sequences_max, tables.rows());
@@ -35,23 +35,25 @@ Scheduler::Scheduler(const SchedulerSettings& settings, std::int32_t slots_per_b
   candidates_.reserve(rows);
   passed_over_.reserve(kLookahead);
   at_limit_.reserve(2 * kAtLimitMax);
+  backlogged_.reserve(rows);
 }
 
 void Scheduler::enqueue(Request& request) {
-  make_room(spare_, spare_.size() + waiting_.size() + request.samples.size());
-  std::size_t joined = 0;
+  std::size_t entered = 0;
   try {
     for (Sequence* sequence : request.samples) {
       sequence->rank = sequence->arrived_at + sequence->priority * settings_.aging_per_priority;
-      waiting_.insert(sequence);
-      sequence->state = Sequence::State::kWaiting;
-      ++joined;
+      sequence->line = &queue_.enter(sequence->tenant);
+      ++entered;
     }
   } catch (...) {
-    for (std::size_t i = 0; i < joined; ++i) {
-      waiting_.erase(request.samples[i]);
+    for (; entered > 0; --entered) {
+      queue_.leave();
     }
     throw;
+  }
+  for (Sequence* sequence : request.samples) {
+    join_queue(*sequence);
   }
   arrange(request);
 }
@@ -61,22 +63,16 @@ void Scheduler::join_queue(Sequence& sequence) {
   if (sequence.paused || sequence.held_back) {
     ++parked_;
   } else {
-    KVL_CHECK(!spare_.empty());
-    Waiting::node_type node = std::move(spare_.back());
-    spare_.pop_back();
-    node.value() = &sequence;
-    waiting_.insert(std::move(node));
+    queue_.insert(sequence);
   }
 }
 
 void Scheduler::leave_queue(Sequence& sequence) {
   if (sequence.paused || sequence.held_back) {
     --parked_;
-    return;
+  } else {
+    queue_.extract(sequence);
   }
-  Waiting::node_type node = waiting_.extract(&sequence);
-  KVL_CHECK(!node.empty());
-  spare_.push_back(std::move(node));
 }
 
 void Scheduler::arrange(Request& request) {
@@ -132,12 +128,14 @@ void Scheduler::schedule(Nanoseconds now, StepPlan& plan, StepReport& report) {
   decode_chunks_ = chunks_.size();
   collect_prefill(plan);
   find_waiters();
+  note_oldest();
   const std::int64_t room = prefill_room(settings_.token_budget - decode_tokens);
   plan.set_prefill_room(room);
   share_prefill_budget(room);
   admit_chosen(now, plan, report);
   note_work();
   emit(now, plan, report);
+  count_service();
 }
 
 // Every running sequence that is past its prompt computes its pending tokens, in order of rank.
@@ -214,14 +212,61 @@ std::size_t Scheduler::victim_for(std::size_t index) const {
   return victim;
 }
 
-// Prompt tokens for which the step has time, at most `budget`. Where a step is limited, those who
-// decode wait no longer for a prompt than the limit says. Now and then none have: what is left for
-// them is told by how long decoding alone takes, and that has to be known.
+// Prompt tokens for which the step has time, at most `budget`.
 std::int64_t Scheduler::prefill_room(std::int64_t budget) const {
-  const bool limited = settings_.step_time_max > 0 || settings_.step_stretch > 0;
-  if (!limited || decode_chunks_ == 0 || candidates_.empty()) {
+  if (candidates_.empty()) {
     return budget;
   }
+  const bool limited = settings_.step_time_max > 0 || settings_.step_stretch > 0;
+  if (limited && decode_chunks_ > 0 && decodes_are_protected()) {
+    return decode_room(budget);
+  }
+  if (settings_.prefill_time_max == 0) {
+    return budget;
+  }
+  std::int64_t computed = 0;
+  for (const Candidate& candidate : candidates_) {
+    computed = std::max(computed, candidate.computed());
+  }
+  const std::int64_t fits = step_time_.prefill_within(settings_.prefill_time_max, computed, budget);
+  return std::min(budget, std::max(fits, kChunkLeast));
+}
+
+// Whether somebody decodes whom the tenant that comes next may not hold up: all do but the
+// sequences of tenants that were given more and still have more to compute themselves, and they too
+// where there is a limit in time.
+bool Scheduler::decodes_are_protected() const {
+  if (settings_.step_time_max > 0) {
+    return true;
+  }
+  std::int64_t least = candidates_.front().sequence->line->service();
+  for (const Candidate& candidate : candidates_) {
+    least = std::min(least, candidate.sequence->line->service());
+  }
+  return std::any_of(chunks_.begin(), chunks_.end(), [least](const Chunk& chunk) {
+    const TenantLine& line = *chunk.sequence->line;
+    return line.service() <= least || (!line.waits() && line.oldest == nullptr);
+  });
+}
+
+void Scheduler::note_oldest() noexcept {
+  for (const Chunk& chunk : chunks_) {
+    chunk.sequence->line->oldest = nullptr;
+  }
+  for (const Candidate& candidate : candidates_) {
+    candidate.sequence->line->oldest = nullptr;
+  }
+  for (const Candidate& candidate : candidates_) {
+    const Sequence*& oldest = candidate.sequence->line->oldest;
+    if (oldest == nullptr || ByRank{}(candidate.sequence, oldest)) {
+      oldest = candidate.sequence;
+    }
+  }
+}
+
+// Prompt tokens beside which those who decode wait no longer than the limit says. Now and then
+// none: what is left for them is told by how long decoding alone takes, and that has to be known.
+std::int64_t Scheduler::decode_room(std::int64_t budget) const {
   if (step_time_.needs_decode()) {
     return 0;
   }
@@ -255,43 +300,99 @@ void Scheduler::note_work() noexcept {
   }
 }
 
-// Half of the budget for the oldest, then the shortest first, what is left to the oldest again.
+// Counts what the step gives to tenants.
+void Scheduler::count_service() {
+  backlogged_.clear();
+  for (const Candidate& candidate : candidates_) {
+    backlogged_.push_back(candidate.sequence->line);
+  }
+  for (std::size_t i = 0; i < chunks_.size(); ++i) {
+    const auto& [sequence, tokens] = chunks_[i];
+    // What a preemption made necessary is not its victim's to pay.
+    const std::int64_t known = std::max(sequence->computed, sequence->computed_peak);
+    const std::int64_t fresh = std::max<std::int64_t>(0, sequence->computed + tokens - known);
+    queue_.give(*sequence->line, i < decode_chunks_ ? kDecodePrice * fresh : fresh);
+  }
+  queue_.count(backlogged_);
+}
+
+// The tenant that was given least comes first, and others fill up a step that would be too small.
 void Scheduler::share_prefill_budget(std::int64_t budget) {
   if (candidates_.empty() || budget <= 0) {
     return;
   }
-  const auto oldest = std::min_element(
-      candidates_.begin(), candidates_.end(),
-      [](const auto& a, const auto& b) { return ByRank{}(a.sequence, b.sequence); });
-  std::iter_swap(candidates_.begin(), oldest);
-  Candidate& first = candidates_.front();
-  first.tokens = std::min(first.pending(), std::max<std::int64_t>(1, budget / 2));
-  budget -= first.tokens;
   // Who waits for a block comes last: by then it is known whether it is computed to its end.
-  std::sort(candidates_.begin() + 1, candidates_.end(), [](const auto& a, const auto& b) {
+  std::sort(candidates_.begin(), candidates_.end(), [](const auto& a, const auto& b) {
     if ((a.waits_for != nullptr) != (b.waits_for != nullptr)) {
       return b.waits_for != nullptr;
     }
+    const TenantLine& left = *a.sequence->line;
+    const TenantLine& right = *b.sequence->line;
+    if (&left != &right) {
+      return left.service() != right.service() ? left.service() < right.service()
+                                               : ByRank{}(left.oldest, right.oldest);
+    }
+    return ByRank{}(a.sequence, b.sequence);
+  });
+  const TenantLine* first = nullptr;
+  std::int64_t used = 0;
+  for (auto begin = candidates_.begin(); begin != candidates_.end();) {
+    const TenantLine* line = begin->sequence->line;
+    const bool waits = begin->waits_for != nullptr;
+    auto end = begin;
+    while (end != candidates_.end() && end->sequence->line == line &&
+           (end->waits_for != nullptr) == waits) {
+      ++end;
+    }
+    const bool is_first = first == nullptr || first == line;
+    const std::int64_t left = (is_first ? budget : std::min(budget, kChunkLeast)) - used;
+    if (left > 0) {
+      const std::int64_t given =
+          waits ? give_waiters({begin, end}, left) : share_among({begin, end}, left);
+      used += given;
+      first = given > 0 && first == nullptr ? line : first;
+    }
+    begin = end;
+  }
+}
+
+// Half of the budget for the oldest, then the shortest first, what is left to the oldest again; how
+// much was given.
+std::int64_t Scheduler::share_among(Candidates one_tenants, std::int64_t budget) {
+  const std::int64_t all = budget;
+  Candidate& first = one_tenants.front();
+  first.tokens = std::min(first.pending(), std::max<std::int64_t>(1, budget / 2));
+  budget -= first.tokens;
+  const Candidates others = one_tenants.subspan(1);
+  std::sort(others.begin(), others.end(), [](const auto& a, const auto& b) {
     const std::int64_t left = a.listed();
     const std::int64_t right = b.listed();
     return left != right ? left < right : ByRank{}(a.sequence, b.sequence);
   });
-  const auto waiters =
-      std::find_if(candidates_.begin() + 1, candidates_.end(),
-                   [](const Candidate& candidate) { return candidate.waits_for != nullptr; });
-  const auto give = [&budget](Candidate& candidate) {
-    candidate.tokens = std::min(candidate.pending(), budget);
-    budget -= candidate.tokens;
-  };
-  std::for_each(candidates_.begin() + 1, waiters, give);
+  for (Candidate& other : others) {
+    other.tokens = std::min(other.pending(), budget);
+    budget -= other.tokens;
+  }
   const std::int64_t more = std::min(first.pending() - first.tokens, budget);
   first.tokens += more;
-  budget -= more;
-  for (auto waiter = waiters; waiter != candidates_.end(); ++waiter) {
-    if (!completes_next_block(*waiter->waits_for)) {
-      give(*waiter);
+  return all - budget + more;
+}
+
+// Those go on, the shortest first, whose block nobody completes in this step.
+std::int64_t Scheduler::give_waiters(Candidates one_tenants, std::int64_t budget) {
+  std::sort(one_tenants.begin(), one_tenants.end(), [](const auto& a, const auto& b) {
+    const std::int64_t left = a.listed();
+    const std::int64_t right = b.listed();
+    return left != right ? left < right : ByRank{}(a.sequence, b.sequence);
+  });
+  std::int64_t given = 0;
+  for (Candidate& waiter : one_tenants) {
+    if (!completes_next_block(*waiter.waits_for)) {
+      waiter.tokens = std::min(waiter.pending(), budget - given);
+      given += waiter.tokens;
     }
   }
+  return given;
 }
 
 // Whether a candidate's share of the budget reaches the end of the block that it is in.
@@ -341,8 +442,7 @@ void Scheduler::remove(Sequence& sequence) {
     KVL_CHECK_EQ(sequence.state, Sequence::State::kRunning);
     leave_running(sequence);
   }
-  KVL_CHECK(!spare_.empty());
-  spare_.pop_back();
+  queue_.leave();
   sequence.state = Sequence::State::kEnded;
   Request& request = *sequence.request;
   std::erase(request.samples, &sequence);

@@ -1,13 +1,19 @@
 // Decides what the model computes next: continuous batching under one token budget per step.
 //
-// Decode tokens are budgeted first; prefill chunks fill what is left, but while somebody decodes
-// only as far as keeps the step's expected time under a limit (step_time.h). Half of the prefill
-// budget belongs to the oldest prompt, the rest goes to the shortest first, and what nobody wants
-// returns to the oldest: a long prompt cannot hold up a short one, and short ones cannot starve it.
+// Decode tokens are budgeted first; prefill chunks fill what is left, but only as far as keeps the
+// step's expected time under a limit (step_time.h): while somebody decodes, for that one's sake,
+// and otherwise for who may come meanwhile.
 //
-// Order. A sequence's rank is its arrival time plus its priority times `aging_per_priority`, fixed
-// at arrival: a request of lower urgency counts as having arrived later, so it waits longer but
-// not forever, and a preempted sequence keeps its place.
+// The prompts of a step are one tenant's, of the one that was given least (fair_queue.h); others
+// only fill it up to kChunkLeast tokens, below which steps are not worth their fixed cost. Within a
+// tenant half of the budget belongs to the oldest prompt, the rest goes to the shortest first, and
+// what nobody wants returns to the oldest: a long prompt cannot hold up a short one, and short ones
+// cannot starve it.
+//
+// Order. Tenants wait in the order of what they were given. Within a tenant a sequence's rank is
+// its arrival time plus its priority times `aging_per_priority`, fixed at arrival: a request of
+// lower urgency counts as having arrived later, so it waits longer but not forever, and a preempted
+// sequence keeps its place.
 //
 // Admission. A waiting sequence is admitted when blocks for all its tokens can be reserved and one
 // block stays free for every running sequence to grow into. One that does not fit may be overtaken
@@ -47,11 +53,12 @@
 #pragma once
 
 #include <cstdint>
-#include <set>
+#include <span>
 #include <vector>
 
 #include "core/block_pool.h"
 #include "core/block_table.h"
+#include "core/fair_queue.h"
 #include "core/prefix_cache.h"
 #include "core/request.h"
 #include "core/sequence.h"
@@ -76,6 +83,9 @@ struct SchedulerSettings {
   Nanoseconds step_time_max = 0;
   // The same as a multiple of what decoding alone would take, in thousandths; 0 is no limit.
   std::int64_t step_stretch = 0;
+  // Longest step in which nobody decodes, or only tenants that wait for more and were given more
+  // than who is computed; 0 is no limit.
+  Nanoseconds prefill_time_max = 0;
   // Prompt tokens that a step takes even where they break the limit: prompts must not starve.
   std::int64_t prefill_least = 4;
 };
@@ -117,8 +127,11 @@ class Scheduler {
   const std::vector<Chunk>& chunks() const noexcept { return chunks_; }
   std::int64_t running() const noexcept { return static_cast<std::int64_t>(running_.size()); }
   std::int64_t waiting() const noexcept {
-    return static_cast<std::int64_t>(waiting_.size()) + parked_;
+    return static_cast<std::int64_t>(queue_.size()) + parked_;
   }
+
+  // Prompt tokens that a step may always have.
+  static constexpr std::int64_t kChunkLeast = 32;
 
   // Blocks that hold `tokens` tokens of a sequence.
   BlockCount blocks_for(std::int64_t tokens) const noexcept { return blocks_.blocks_for(tokens); }
@@ -130,12 +143,6 @@ class Scheduler {
   // Sequences found to have no room in their tenant's share; in one step no more are looked for.
   static constexpr std::size_t kAtLimitMax = 128;
 
-  struct ByRank {
-    bool operator()(const Sequence* a, const Sequence* b) const noexcept {
-      return a->rank != b->rank ? a->rank < b->rank : a->id < b->id;
-    }
-  };
-
   // The phases of schedule(), in the order they run.
   std::int64_t choose_decode(Nanoseconds now, StepPlan& plan, StepReport& report);
   void collect_prefill(StepPlan& plan);
@@ -145,8 +152,11 @@ class Scheduler {
   BlockCount promised_to_all() const noexcept;
   void find_waiters();
   std::int64_t prefill_room(std::int64_t budget) const;
+  std::int64_t decode_room(std::int64_t budget) const;
+  bool decodes_are_protected() const;
+  void note_oldest() noexcept;
   void note_work() noexcept;
-  void share_prefill_budget(std::int64_t budget);
+  void count_service();
   void admit_chosen(Nanoseconds now, StepPlan& plan, StepReport& report);
   void emit(Nanoseconds now, StepPlan& plan, StepReport& report);
   void fork_samples(const Sequence& leader, std::int32_t token, Nanoseconds now, StepPlan& plan,
@@ -189,6 +199,11 @@ class Scheduler {
     // What would be pending if nothing had been cached.
     std::int64_t listed() const noexcept { return pending() + reused + sequence->reused_now; }
   };
+  using Candidates = std::span<Candidate>;
+
+  void share_prefill_budget(std::int64_t budget);
+  static std::int64_t share_among(Candidates one_tenants, std::int64_t budget);
+  std::int64_t give_waiters(Candidates one_tenants, std::int64_t budget);
   Candidate candidate(Sequence& waiting);
   bool is_candidate(const Sequence& sequence) const noexcept;
   bool begin(const Candidate& candidate, Nanoseconds now, StepPlan& plan, StepReport& report);
@@ -207,11 +222,7 @@ class Scheduler {
   PrefixCache& cache_;
   SequenceBlocks blocks_;
 
-  using Waiting = std::set<Sequence*, ByRank>;
-
-  Waiting waiting_;
-  // A node for every sequence that is not in `waiting_`: coming back to it allocates nothing.
-  std::vector<Waiting::node_type> spare_;
+  FairQueue queue_;                  // of those that wait
   std::int64_t parked_ = 0;          // waiting, and paused or held back: in no list
   std::vector<Sequence*> running_;   // by rank
   std::int64_t paused_running_ = 0;  // of them
@@ -223,6 +234,7 @@ class Scheduler {
   std::vector<Chunk> chunks_;
   std::vector<Leader> leaders_;
   std::size_t decode_chunks_ = 0;
+  std::vector<const TenantLine*> backlogged_;  // tenants of candidates
 
   StepTimeModel step_time_;
   StepWork work_;  // of the last schedule()

@@ -34,13 +34,18 @@ void Scheduler::collect_prefill(StepPlan& plan) {
   BlockCount promised;  // to those chosen so far, with one to grow into
   auto passes = static_cast<std::int64_t>(kLookahead);  // that those looked at still put up with
   std::int64_t skipped = 0;
-  for (Sequence* sequence : waiting_) {
+  FairQueue::Cursor cursor = queue_.look();
+  while (Sequence* sequence = cursor.next()) {
     if (rows == 0 || passes == 0 || passed_over_.size() == kLookahead || skipped == kSkipMax ||
         at_limit_.size() == kAtLimitMax) {
       break;
     }
-    if (sequence->has_outgrown() || is_at_limit(sequence->tenant)) {
+    if (sequence->has_outgrown()) {
       ++skipped;
+      continue;
+    }
+    if (is_at_limit(sequence->tenant)) {
+      cursor.skip_tenant();
       continue;
     }
     const Candidate next = candidate(*sequence);
@@ -70,15 +75,19 @@ void Scheduler::collect_guaranteed(std::int64_t rows) {
     return;
   }
   std::int64_t skipped = 0;
-  for (Sequence* sequence : waiting_) {
+  FairQueue::Cursor cursor = queue_.look();
+  while (Sequence* sequence = cursor.next()) {
     if (rows == 0 || skipped == kSkipMax || at_limit_.size() == 2 * kAtLimitMax) {
       return;
     }
     ++skipped;
     const TenantId tenant = sequence->tenant;
     const BlockCount guaranteed = shares.of(tenant).guaranteed;
-    if (guaranteed == kNone || sequence->has_outgrown() || is_at_limit(tenant) ||
-        is_candidate(*sequence)) {
+    if (guaranteed == kNone || is_at_limit(tenant)) {
+      cursor.skip_tenant();
+      continue;
+    }
+    if (sequence->has_outgrown() || is_candidate(*sequence)) {
       continue;
     }
     const Candidate next = candidate(*sequence);
@@ -233,8 +242,13 @@ bool Scheduler::begin(const Candidate& candidate, Nanoseconds now, StepPlan& pla
   if (candidate.source == nullptr) {
     cache_.count_lookup(sequence);
   }
+  const bool is_first = !sequence.admitted_before;
+  const std::int64_t of_scopes = sequence.reused_shared;
   run(sequence, now, candidate.shared, whole + match.tail, report);
   blocks_.begin_with(sequence, match, plan);
+  if (is_first) {  // as if nobody had computed it
+    queue_.give(*sequence.line, sequence.reused_shared - of_scopes);
+  }
   if (match.tail > 0) {
     cache_.pin_source(match);
   }
@@ -296,7 +310,7 @@ bool Scheduler::may_fork(const Sequence& sample) const {
   return sample.state == Sequence::State::kWaiting && !sample.paused &&
          sample.output_count() == 0 && !is_protected(sample) &&
          running() < settings_.sequences_max && room_for(sample.tenant) > kNone &&
-         (waiting_.empty() || !ByRank{}(*waiting_.begin(), &sample));
+         !queue_.is_before(sample);
 }
 
 // Blocks that a waiting sequence has to reserve if it begins with `shared_tokens` of another.

@@ -23,6 +23,8 @@
 
 namespace kvledger {
 
+class TenantLine;
+
 // Why a sequence ended; also the order in which they are documented in the contract.
 enum class EndReason : std::uint8_t {
   kStop = 1,       // the model's end-of-text token, or a stop string found by the service
@@ -121,6 +123,8 @@ struct Sequence {
   std::int64_t tokens_max = 0;
 
   State state = State::kWaiting;
+  // Of its tenant, in the queue (fair_queue.h).
+  TenantLine* line = nullptr;
   // Order among all sequences: lower goes first. Fixed at arrival, so a preempted sequence keeps
   // its place and everything that waits long enough becomes the first.
   std::int64_t rank = 0;

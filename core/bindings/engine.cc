@@ -187,17 +187,21 @@ EndReason end_reason(int reason) {
   return static_cast<EndReason>(reason);
 }
 
-std::unique_ptr<BoundEngine> make_engine(
-    std::int64_t blocks, std::int32_t slots_per_block, std::int64_t context_tokens,
-    std::int64_t token_budget, std::int64_t sequences_max, std::vector<Token> end_of_text,
-    std::int64_t aging_per_priority, std::int64_t overtakes_max, std::int64_t preemptions_max,
-    std::int64_t step_time_max, std::int64_t step_stretch, bool reuses_prefixes, std::uint64_t seed,
-    double cost_growth, bool times_prefixes, std::int64_t now) {
+std::unique_ptr<BoundEngine> make_engine(std::int64_t blocks, std::int32_t slots_per_block,
+                                         std::int64_t context_tokens, std::int64_t token_budget,
+                                         std::int64_t sequences_max, std::vector<Token> end_of_text,
+                                         std::int64_t aging_per_priority,
+                                         std::int64_t overtakes_max, std::int64_t preemptions_max,
+                                         std::int64_t step_time_max, std::int64_t step_stretch,
+                                         std::int64_t prefill_time_max, bool reuses_prefixes,
+                                         std::uint64_t seed, double cost_growth,
+                                         bool times_prefixes, std::int64_t now) {
   require(blocks >= 1 && blocks < (std::int64_t{1} << 31), "blocks must be from 1 to 2^31 - 1");
   require(slots_per_block >= 1, "slots_per_block must be at least 1");
   require(context_tokens >= 2, "context_tokens must be at least 2");
   require(sequences_max >= 1, "sequences_max must be at least 1");
-  require(step_time_max >= 0 && step_stretch >= 0, "limits of a step cannot be negative");
+  require(step_time_max >= 0 && step_stretch >= 0 && prefill_time_max >= 0,
+          "limits of a step cannot be negative");
   require(token_budget >= sequences_max,
           "token_budget must be at least sequences_max: every running sequence decodes one token "
           "a step");
@@ -209,6 +213,7 @@ std::unique_ptr<BoundEngine> make_engine(
   settings.scheduler.preemptions_max = preemptions_max;
   settings.scheduler.step_time_max = step_time_max;
   settings.scheduler.step_stretch = step_stretch;
+  settings.scheduler.prefill_time_max = prefill_time_max;
   settings.blocks = BlockCount{blocks};
   settings.slots_per_block = slots_per_block;
   settings.context_tokens = context_tokens;
@@ -544,8 +549,8 @@ void bind_engine(py::module_& module) {
            py::arg("end_of_text"), py::arg("aging_per_priority") = 5'000'000'000,
            py::arg("overtakes_max") = 16, py::arg("preemptions_max") = 3,
            py::arg("step_time_max") = 0, py::arg("step_stretch") = 0,
-           py::arg("reuses_prefixes") = false, py::arg("seed") = 0, py::arg("cost_growth") = 0.0,
-           py::arg("times_prefixes") = false, py::arg("now"))
+           py::arg("prefill_time_max") = 0, py::arg("reuses_prefixes") = false, py::arg("seed") = 0,
+           py::arg("cost_growth") = 0.0, py::arg("times_prefixes") = false, py::arg("now"))
       .def("plan", &plan_step, py::arg("now"), py::arg("arrivals") = py::none(),
            py::arg("end_ids").noconvert() = py::none(),
            py::arg("end_reasons").noconvert() = py::none(),

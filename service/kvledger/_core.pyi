@@ -191,6 +191,7 @@ class Engine:
         preemptions_max: int = ...,
         step_time_max: int = ...,
         step_stretch: int = ...,
+        prefill_time_max: int = ...,
         reuses_prefixes: bool = ...,
         seed: int = ...,
         cost_growth: float = ...,

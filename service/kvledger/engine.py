@@ -122,6 +122,7 @@ def make_core(
     priority_aging: float,
     tpot_target: float | None,
     step_stretch: float,
+    prefill_step: float = 0.0,
     prefix_reuse: bool = True,
     cost_growth: float = 0.0,
 ) -> CoreEngine:
@@ -129,7 +130,7 @@ def make_core(
 
     `priority_aging` is the seconds of waiting that one level of priority is worth; `tpot_target`
     (seconds) and `step_stretch` (times the step of decoding alone, 0 for no limit) say how long a
-    step may become by prompts; `prefix_reuse` whether computed blocks are kept for others of their
+    step may become by prompts, and `prefill_step` (seconds, 0 for no limit) one of prompts alone; `prefix_reuse` whether computed blocks are kept for others of their
     scopes; `cost_growth` how much more each token costs to compute than the one before it, of what
     the first one costs; the others are counts of blocks and tokens, and the ids that end a
     text.
@@ -144,6 +145,7 @@ def make_core(
         aging_per_priority=round(priority_aging * 1e9),
         step_time_max=round((tpot_target or 0.0) * 1e9),
         step_stretch=round(step_stretch * 1000),
+        prefill_time_max=round(prefill_step * 1e9),
         reuses_prefixes=prefix_reuse,
         cost_growth=cost_growth,
         # Where things lie in the index must not be known to who chooses the tokens.

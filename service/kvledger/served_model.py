@@ -99,6 +99,7 @@ def load(settings: Settings, say: Callable[[str], None] = lambda line: None) -> 
         priority_aging=settings.priority_aging,
         tpot_target=settings.tpot_target,
         step_stretch=settings.step_stretch,
+        prefill_step=settings.prefill_step,
         prefix_reuse=settings.reuses_prefixes,
         cost_growth=config.cost_growth,
     )

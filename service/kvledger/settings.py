@@ -151,6 +151,13 @@ class Settings(BaseSettings):
         description="how many times longer a step with prompt tokens may take than decoding alone "
         "would; 0 is no limit",
     )
+    prefill_step: float = Field(
+        0.05,
+        ge=0.0,
+        le=60.0,
+        description="seconds that a step may take while nobody decodes: whoever comes meanwhile "
+        "waits no longer; 0 is no limit",
+    )
     mailbox_tokens: int = Field(
         256,
         ge=1,

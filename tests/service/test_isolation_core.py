@@ -70,8 +70,10 @@ def test_ten_thousand_pairs_of_tenants_share_nothing() -> None:
             assert other.receipt["reused_own"] == 0
             assert other.receipt["reused_shared"] == 0
             assert other.receipt["computed_tokens"] == len(other.prompt)
-            # A block that is not full is nobody's once its sequence has ended.
-            assert not set(other.blocks) & set(asked.blocks[: len(asked.prompt) // SLOTS])
+            # A block that is not full is nobody's once its sequence has ended, and either may have
+            # ended first.
+            kept = [set(one.blocks[: len(one.prompt) // SLOTS]) for one in (asked, other)]
+            assert all(kept) and not kept[0] & kept[1]
             # The arm that must hit, in the very blocks that the other did not get.
             assert once_more.receipt["reused_own"] >= whole(asked.prompt)
             kept = whole(asked.prompt) // SLOTS
@@ -228,7 +230,8 @@ def test_what_another_has_cached_moves_nobody_in_the_queue(a_goes_on: bool, seal
 
     Admissions, chunks and preemptions of B are the same, step by step, whether A has sent the very
     texts of B's probes or others. Where B itself had sent them, they are not. In blocks that are
-    its alone B does not even notice whether A has sent anything.
+    its alone B does not even notice whether A has sent anything before; while A goes on, whose
+    turn it is depends on what A was given, as it must.
     """
     differs = preempted = 0
     for seed in range(100):
@@ -238,7 +241,7 @@ def test_what_another_has_cached_moves_nobody_in_the_queue(a_goes_on: bool, seal
         )
         assert warm.seen == cold.seen, seed
         assert warm.computed == cold.computed, seed
-        if sealed:
+        if sealed and not a_goes_on:
             assert nothing.seen == cold.seen, seed
             assert nothing.computed == cold.computed, seed
         assert warm.core.engine.audit() is None

@@ -21,6 +21,7 @@ Case draw_mixed(Random& random) {
   scheduler.overtakes_max = random.between(0, 16);
   scheduler.step_time_max = random.chance(300) ? random.between(1, 100'000'000) : 0;
   scheduler.step_stretch = random.chance(300) ? random.between(1, 5000) : 0;
+  scheduler.prefill_time_max = random.chance(500) ? random.between(1, 100'000'000) : 0;
   scheduler.prefill_least = random.between(1, 20);
   drawn.text.seed = random.next();
   drawn.text.vocabulary = static_cast<Token>(random.between(3, 300));

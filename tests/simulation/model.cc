@@ -75,6 +75,9 @@ void Model::accept(const Arrival& arrival, std::span<const Token> prompt, bool a
   request.receipt.tenant = arrival.tenant.value();
   request.receipt.prompt_tokens = tokens;
   end_report(report);
+  note_held_back();
+  std::int64_t& service = service_[arrival.tenant.value()];
+  service = std::max(service, service_time_ - settings_.scheduler.token_budget);
 }
 
 void Model::commit(const std::vector<std::vector<Token>>& given, const StepReport& report,
@@ -106,6 +109,8 @@ void Model::commit(const std::vector<std::vector<Token>>& given, const StepRepor
   }
   step_.clear();
   end_report(report);
+  note_held_back();
+  lift();
 }
 
 void Model::abandon(const StepReport& report, Nanoseconds now) {
@@ -120,6 +125,8 @@ void Model::abandon(const StepReport& report, Nanoseconds now) {
   }
   step_.clear();
   end_report(report);
+  note_held_back();
+  lift();
 }
 
 void Model::end(std::span<const std::uint64_t> ids, EndReason reason, const StepReport& report,
@@ -132,6 +139,8 @@ void Model::end(std::span<const std::uint64_t> ids, EndReason reason, const Step
     }
   }
   end_report(report);
+  note_held_back();
+  lift();
 }
 
 void Model::pause(std::span<const std::uint64_t> ids, bool paused, Nanoseconds now) {
@@ -141,6 +150,8 @@ void Model::pause(std::span<const std::uint64_t> ids, bool paused, Nanoseconds n
       live_[id].paused = paused;
     }
   }
+  note_held_back();
+  lift();
 }
 
 void Model::check_books(const Engine& engine) const {

@@ -7,7 +7,7 @@
 //   plans       every planned token is the next of its sequence; budgets; decode first; half of
 //               the rest for the oldest prompt, then the shortest; nothing idle that could run
 //   blocks      a block stands in one table, as many as the tokens need, none before it is free
-//   order       who may preempt whom, who may pass whom and how often
+//   order       whose turn it is, who may preempt whom, who may pass whom and how often
 //   samples     who waits for whom, who begins where another stands, what is shared and copied
 //   books       every balance, every receipt and every tenant's statement, to the nanosecond
 //
@@ -164,6 +164,20 @@ class Model {
   void end_report(const StepReport& report) const;
   void check_tables(const Engine& engine) const;
 
+  // model_order.cc: whose turn it is.
+  void lift();
+  void count_service();
+  std::vector<Modelled*> queue();
+  bool has_several_tenants(std::span<Modelled* const> queue) const;
+  void check_order(const StepPlanView& plan, const StepReport& report);
+  void check_all_who_fit(std::span<Modelled* const> queue, std::int64_t room,
+                         std::int64_t rows) const;
+  bool has_backlog(TenantId tenant) const;
+  void check_prefill_room(const StepPlanView& plan) const;
+  void check_prefill_shares(std::int64_t budget) const;
+  std::int64_t check_shares_of(std::span<const Modelled* const> one_tenants,
+                               std::int64_t budget) const;
+
   // model_plan.cc: the rules of a plan, in the order in which they are looked at.
   void check_preemption_was_needed(const StepReport& report) const;
   void preempt(const StepReport& report);
@@ -178,14 +192,9 @@ class Model {
   void check_forks(const StepPlanView& plan, std::size_t logits);
   bool may_fork(const Modelled& sample, std::int64_t running) const;
   void check_blocks() const;
-  void check_order(const StepPlanView& plan, const StepReport& report);
-  void check_all_who_fit(std::span<Modelled* const> queue, std::int64_t room,
-                         std::int64_t rows) const;
   void follow_sequences(const StepPlanView& plan);
   void follow_sequence(const StepPlanView& plan, std::size_t index, std::size_t& logits);
   void check_decode_shares(const StepPlanView& plan, const StepReport& report) const;
-  void check_prefill_room(const StepPlanView& plan) const;
-  void check_prefill_shares(std::int64_t budget) const;
 
   const EngineSettings settings_;
   const Text text_;
@@ -198,6 +207,9 @@ class Model {
   std::vector<Former> former_;
   std::map<std::uint64_t, std::int64_t> held_before_;  // by request
   std::int64_t releasing_ = 0;
+  // What each tenant was given, and the time that the least of those who wait have reached.
+  std::map<std::uint32_t, std::int64_t> service_;
+  std::int64_t service_time_ = 0;
   // Steps with prompts beside decoding since the last one without; none yet counts as many.
   std::int64_t since_decode_ = kDecodeNews;
   std::int64_t step_decodes_ = 0;  // tokens of the uncommitted step

@@ -26,6 +26,7 @@ void Model::plan(const StepPlanView& plan, const StepReport& report, Nanoseconds
   preempt(report);
   check_victims(ran_before);
   note_held_back();
+  lift();
   admit(report);
   follow_deltas(plan);
   check_blocks();
@@ -36,6 +37,7 @@ void Model::plan(const StepPlanView& plan, const StepReport& report, Nanoseconds
   step_prefills_ = plan.header.tokens - plan.header.decode_tokens;
   check_prefill_room(plan);
   check_prefill_shares(plan.header.prefill_room);
+  count_service();
   for (auto& [id, sequence] : live_) {
     sequence.waited_steps += sequence.running() ? 0 : 1;
   }
@@ -307,7 +309,10 @@ void Model::check_forks(const StepPlanView& plan, std::size_t logits) {
 bool Model::may_fork(const Modelled& sample, std::int64_t running) const {
   const bool somebody_before = std::any_of(live_.begin(), live_.end(), [&](const auto& entry) {
     const Modelled& other = entry.second;
-    return !other.running() && !other.paused && !other.held_back && before(other, sample);
+    const std::uint32_t tenant = other.arrival.tenant.value();
+    const std::uint32_t own = sample.arrival.tenant.value();
+    return !other.running() && !other.paused && !other.held_back &&
+           (tenant == own ? before(other, sample) : service_.at(tenant) < service_.at(own));
   });
   return !sample.paused && sample.token_count() == sample.prompt_count && !is_protected(sample) &&
          running < settings_.scheduler.sequences_max && free_blocks() > running && !somebody_before;
@@ -355,66 +360,6 @@ void Model::follow_sequence(const StepPlanView& plan, std::size_t index, std::si
   }
 }
 
-// Who was let in, and whom they passed.
-void Model::check_order(const StepPlanView& plan, const StepReport& report) {
-  const auto admitted = static_cast<std::int64_t>(report.admissions.size());
-  const std::int64_t ran = running() - admitted;  // samples that begin with another come last
-  expect(admitted == 0 || free_blocks() >= running() - 1, "an admission took the room to grow");
-  std::int64_t room = free_blocks() - ran;
-  std::vector<const Modelled*> let_in;
-  std::vector<Modelled*> queue;  // as it stood before anybody was let in
-  for (auto& [id, sequence] : live_) {
-    const bool is_in = sequence.admitted && !sequence.forked;
-    if (is_in) {
-      let_in.push_back(&sequence);
-      room += sequence.taken_at_once;
-    }
-    if (is_in || (!sequence.running() && !sequence.paused && !sequence.held_back)) {
-      queue.push_back(&sequence);
-    }
-  }
-  std::sort(queue.begin(), queue.end(),
-            [](const auto* a, const auto* b) { return before(*a, *b); });
-  if (plan.header.tokens - plan.header.decode_tokens < plan.header.prefill_room) {
-    check_all_who_fit(queue, room, settings_.scheduler.sequences_max - ran);
-  }
-  for (Modelled* sequence : queue) {
-    sequence->passed = sequence->running()
-                           ? 0
-                           : sequence->passed + std::count_if(let_in.begin(), let_in.end(),
-                                                              [&](const Modelled* other) {
-                                                                return before(*sequence, *other);
-                                                              });
-    counts_.passes_max = std::max(counts_.passes_max, sequence->passed);
-    expect(sequence->passed <= settings_.scheduler.overtakes_max, "passed too often");
-  }
-}
-
-// With budget to spare, exactly those of the first in the queue run who fit and may pass the rest.
-void Model::check_all_who_fit(std::span<Modelled* const> queue, std::int64_t room,
-                              std::int64_t rows) const {
-  std::int64_t looked_at = 0;
-  std::int64_t passes = kLookahead;
-  for (const Modelled* sequence : queue) {
-    const bool is_looked_at = rows > 0 && passes > 0 && looked_at < kLookahead;
-    const std::int64_t blocks = blocks_to_admit(*sequence, shareable(*sequence));
-    const bool fits = is_looked_at && blocks <= room;
-    expect(fits || !sequence->running(), "a sequence was let in that had to wait");
-    expect(!fits || sequence->running(), "a sequence has to wait although it fits");
-    if (!is_looked_at) {
-      passes = 0;  // nor is anybody behind
-      continue;
-    }
-    ++looked_at;
-    if (fits) {
-      room -= blocks + 1;
-      --rows;
-      --passes;
-    }
-    passes = std::min(passes, settings_.scheduler.overtakes_max - sequence->passed);
-  }
-}
-
 void Model::check_decode_shares(const StepPlanView& plan, const StepReport& report) const {
   std::int64_t wanted = 0;
   std::int64_t planned = 0;
@@ -431,54 +376,6 @@ void Model::check_decode_shares(const StepPlanView& plan, const StepReport& repo
   expect(planned == wanted || wanted + prompts > settings_.scheduler.token_budget ||
              !report.preemptions.empty(),
          "a decode token was left out although all fit");
-}
-
-// A limit on the step's time may take from what decoding leaves of the token budget, but not all.
-void Model::check_prefill_room(const StepPlanView& plan) const {
-  const SchedulerSettings& limits = settings_.scheduler;
-  const std::int64_t left = limits.token_budget - plan.header.decode_tokens;
-  const bool limited = limits.step_time_max > 0 || limits.step_stretch > 0;
-  if (!limited || plan.header.decode_tokens == 0) {
-    expect_equal("prompt tokens that the step has room for", plan.header.prefill_room, left);
-    return;
-  }
-  if (since_decode_ >= kDecodeNews) {
-    expect_equal("prompt tokens before decoding alone is known", step_prefills_, 0);
-    expect(plan.header.prefill_room == 0 || plan.header.prefill_room == left,
-           "room for prompts before decoding alone is known");  // all that is left if none waits
-    return;
-  }
-  expect(plan.header.prefill_room <= left, "more room for prompts than the token budget leaves");
-  expect(plan.header.prefill_room >= std::min(left, limits.prefill_least),
-         "prompts may not starve, however short a step has to be");
-}
-
-// `budget` is what the step had for prompts.
-void Model::check_prefill_shares(std::int64_t budget) const {
-  std::vector<const Modelled*> prompts;
-  std::int64_t planned = 0;
-  for (const auto& [id, sequence] : live_) {
-    if (sequence.phase == Phase::kPrefill && !sequence.paused && !sequence.forked) {
-      prompts.push_back(&sequence);
-      planned += sequence.planned;
-    }
-  }
-  if (prompts.empty() || budget == 0) {
-    return;
-  }
-  const Modelled& oldest = **std::min_element(
-      prompts.begin(), prompts.end(), [](const auto* a, const auto* b) { return before(*a, *b); });
-  expect(oldest.planned >= std::min(oldest.pending(), std::max<std::int64_t>(1, budget / 2)),
-         "the oldest prompt got less than half");
-  for (const Modelled* prompt : prompts) {
-    expect(prompt->planned == prompt->pending() || planned == budget,
-           "budget is left over while a prompt waits for it");
-    for (const Modelled* longer : prompts) {
-      expect(prompt == &oldest || longer == &oldest || longer->pending() <= prompt->pending() ||
-                 prompt->planned == prompt->pending() || longer->planned == 0,
-             "a longer prompt went before a shorter one");
-    }
-  }
 }
 
 }  // namespace kvledger::simulation

@@ -39,6 +39,7 @@ EngineSettings draw_harsh_settings(Random& random) {
   scheduler.preemptions_max = random.between(0, 3);
   scheduler.aging_per_priority = random.between(0, 100'000);
   scheduler.step_stretch = random.chance(300) ? random.between(1000, 3000) : 0;
+  scheduler.prefill_time_max = random.chance(300) ? random.between(1, 1000) : 0;
   return settings;
 }
 
