@@ -130,10 +130,10 @@ def make_core(
 
     `priority_aging` is the seconds of waiting that one level of priority is worth; `tpot_target`
     (seconds) and `step_stretch` (times the step of decoding alone, 0 for no limit) say how long a
-    step may become by prompts, and `prefill_step` (seconds, 0 for no limit) one of prompts alone; `prefix_reuse` whether computed blocks are kept for others of their
-    scopes; `cost_growth` how much more each token costs to compute than the one before it, of what
-    the first one costs; the others are counts of blocks and tokens, and the ids that end a
-    text.
+    step may become by prompts, and `prefill_step` (seconds, 0 for no limit) one of prompts alone;
+    `prefix_reuse` whether computed blocks are kept for others of their scopes; `cost_growth` how
+    much more each token costs to compute than the one before it, of what the first one costs; the
+    others are counts of blocks and tokens, and the ids that end a text.
     """
     return CoreEngine(
         blocks=blocks,
