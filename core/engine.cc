@@ -29,6 +29,7 @@ Engine::Engine(const EngineSettings& settings, Nanoseconds now)
       cache_(settings.prefixes, settings.slots_per_block, ledger_, pool_),
       scheduler_(settings.scheduler, settings.slots_per_block, tokens_max(settings), pool_, tables_,
                  cache_),
+      compute_(settings.prefixes.cost_growth / settings.slots_per_block),
       plan_(settings.scheduler.token_budget, settings.scheduler.sequences_max,
             settings.scheduler.token_budget +
                 settings.scheduler.sequences_max * table_width(settings).value()) {
@@ -290,6 +291,7 @@ void Engine::settle_step(StepId step, Nanoseconds now) {
   KVL_CHECK_EQ(*uncommitted_, step);
   ledger_.advance(now);
   uncommitted_.reset();
+  compute_.book(scheduler_.chunks(), ledger_.now() - planned_at_);
   pool_.settle();
   for (const Chunk& chunk : scheduler_.chunks()) {
     chunk.sequence->in_step = false;
@@ -388,6 +390,7 @@ void Engine::write_receipt(const Request& request, const Sequence& last) {
   const BlockTime held = to_block_time(statement.held);
   const BlockTime reserved = to_block_time(statement.reserved);
   const BlockTime of_scopes = to_block_time(statement.of_scopes);
+  const BlockTime saved = to_block_time(statement.saved);
   Receipt receipt;
   receipt.sequence = request.id.value();
   receipt.tenant = last.tenant.value();
@@ -405,12 +408,17 @@ void Engine::write_receipt(const Request& request, const Sequence& last) {
   receipt.prefill = last.times.prefill;
   receipt.decode = last.times.decode;
   receipt.paused = last.times.paused;
+  receipt.requeued = last.times.requeued;
+  receipt.compute = compute_.close(request);
+  receipt.uncached_tokens = request.uncached_tokens;
   receipt.held_seconds = held.seconds;
   receipt.held_nanos = held.nanos;
   receipt.reserved_seconds = reserved.seconds;
   receipt.reserved_nanos = reserved.nanos;
   receipt.scope_seconds = of_scopes.seconds;
   receipt.scope_nanos = of_scopes.nanos;
+  receipt.saved_seconds = saved.seconds;
+  receipt.saved_nanos = saved.nanos;
   report_.receipts.push_back(receipt);
 }
 
@@ -424,7 +432,21 @@ std::optional<std::string> Engine::audit() const {
   if (auto wrong = cache_.audit()) {
     return wrong;
   }
+  if (auto wrong = compute_.audit(open_compute())) {
+    return wrong;
+  }
   return audit_tables();
+}
+
+// Step time that is booked to requests which have no receipt yet.
+Nanoseconds Engine::open_compute() const {
+  Nanoseconds open = 0;
+  for (const auto& [id, sequence] : sequences_) {
+    if (sequence.get() == sequence->request->samples.front()) {
+      open += sequence->request->compute;
+    }
+  }
+  return open;
 }
 
 // Every block in a table is held by that table's request, tenant or shared scope, and referenced

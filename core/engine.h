@@ -28,6 +28,7 @@
 
 #include "core/block_pool.h"
 #include "core/block_table.h"
+#include "core/compute_time.h"
 #include "core/ledger.h"
 #include "core/prefix_cache.h"
 #include "core/scheduler.h"
@@ -106,6 +107,7 @@ class Engine {
 
   const Ledger& ledger() const noexcept { return ledger_; }
   const BlockTables& tables() const noexcept { return tables_; }
+  ComputeTotals compute_totals() const noexcept { return compute_.totals(); }
   PrefixCounts prefix_counts() const noexcept { return cache_.counts(); }
   std::int64_t running() const noexcept { return scheduler_.running(); }
   std::int64_t waiting() const noexcept { return scheduler_.waiting(); }
@@ -130,6 +132,7 @@ class Engine {
   void end_sequence(Sequence& sequence, EndReason reason);
   void write_receipt(const Request& request, const Sequence& last);
   std::optional<std::string> audit_tables() const;
+  Nanoseconds open_compute() const;
 
   const EngineSettings settings_;
   Ledger ledger_;
@@ -137,6 +140,7 @@ class Engine {
   BlockTables tables_;
   PrefixCache cache_;
   Scheduler scheduler_;
+  ComputeTime compute_;
   StepPlan plan_;
   StepReport report_;  // being written
   StepReport taken_;   // being read by the caller

@@ -66,6 +66,7 @@ RequestAccount Ledger::open(TenantId id) {
   opened.held.since = now_;
   opened.reserved.since = now_;
   opened.of_scopes.since = now_;
+  opened.split.since = now_;
   opened.open = true;
   return account;
 }
@@ -74,14 +75,17 @@ Statement Ledger::close(RequestAccount account) {
   Request& closing = request(account);
   KVL_CHECK_EQ(closing.held.balance, kNone);
   KVL_CHECK_EQ(closing.reserved.balance, kNone);
-  KVL_CHECK_EQ(closing.split, kNone);
+  KVL_CHECK_EQ(closing.split.balance, kNone);
   KVL_CHECK_EQ(closing.of_scopes.balance, kNone);
   const BlockNanoseconds held = closing.held.integral + closing.split_time;
+  // Who leaves last pays what could not be divided, which may be a few nanoseconds of others'.
+  const BlockNanoseconds whole = std::max(closing.split.integral, closing.split_time);
   closing.tenant->closed_time += held;
   closing.open = false;
   closed_.push_back(account);
-  return Statement{closing.tenant_id, held, closing.reserved.integral, closing.of_scopes.integral,
-                   closing.held_peak};
+  return Statement{closing.tenant_id,          held,
+                   closing.reserved.integral,  closing.of_scopes.integral,
+                   whole - closing.split_time, closing.held_peak};
 }
 
 void Ledger::reserve(RequestAccount account, BlockCount count) {
@@ -140,13 +144,13 @@ Nanoseconds Ledger::join(RequestAccount account, BlockId block, std::uint32_t re
     }
     Request& alone = request(owner.account);
     alone.held.post(kNone - kOne, now_);
-    alone.split += BlockCount{references};
-    alone.held_peak = std::max(alone.held_peak, alone.held.balance + alone.split);
+    alone.split.post(BlockCount{references}, now_);
+    alone.held_peak = std::max(alone.held_peak, alone.held.balance + alone.split.balance);
     owner.holding = Holding::kSplit;
     owner.split = SplitTime(references, now_);
   }
-  joining.split += kOne;
-  joining.held_peak = std::max(joining.held_peak, joining.held.balance + joining.split);
+  joining.split.post(kOne, now_);
+  joining.held_peak = std::max(joining.held_peak, joining.held.balance + joining.split.balance);
   return owner.split.join(now_);
 }
 
@@ -294,7 +298,7 @@ void Ledger::move(BlockState from, BlockState to, BlockCount count) {
 
 void Ledger::hold(Request& holder, BlockCount change) {
   holder.held.post(change, now_);
-  holder.held_peak = std::max(holder.held_peak, holder.held.balance + holder.split);
+  holder.held_peak = std::max(holder.held_peak, holder.held.balance + holder.split.balance);
   holder.tenant->held.post(change, now_);
 }
 
@@ -313,8 +317,8 @@ void Ledger::end_reference(RequestAccount account, Owner& owner, Nanoseconds sta
       return;
     case Holding::kSplit:
       KVL_CHECK(owner.tenant == leaving.tenant);
-      KVL_CHECK_GT(leaving.split, kNone);
-      leaving.split -= kOne;
+      KVL_CHECK_GT(leaving.split.balance, kNone);
+      leaving.split.post(BlockCount{-1}, now_);
       leaving.split_time += static_cast<BlockNanoseconds>(owner.split.leave(stamp, now_));
       return;
     case Holding::kScope:
@@ -438,7 +442,7 @@ std::optional<std::string> Ledger::audit_tenants() const {
     if (request.open) {
       Sum& sum = sums[request.tenant_id];
       sum.reserved += request.reserved.balance;
-      sum.references += request.split.value();
+      sum.references += request.split.balance.value();
       sum.time += request.held.integral_at(now_) + request.split_time;
     }
   }

@@ -78,6 +78,8 @@ struct Statement {
   BlockNanoseconds reserved = 0;
   // Blocks of shared scopes that it referred to: theirs, not part of `held`.
   BlockNanoseconds of_scopes = 0;
+  // What `held` would be more if it had shared no block with other requests of its tenant.
+  BlockNanoseconds saved = 0;
   BlockCount held_peak;
 };
 
@@ -175,7 +177,7 @@ class Ledger {
     Account held;              // alone
     Account reserved;
     Account of_scopes;
-    BlockCount split;                 // references to blocks that others of its tenant hold too
+    Account split;                    // references to blocks that others of its tenant hold too
     BlockNanoseconds split_time = 0;  // that it has paid for
     BlockCount held_peak;
     bool open = false;

@@ -42,6 +42,8 @@ void Request::absorb(const Sequence& ended) noexcept {
   reused_own += ended.reused_own;
   reused_shared += ended.reused_shared;
   preemptions += ended.preemptions;
+  const std::int64_t outputs = ended.output_count();
+  uncached_tokens += outputs * ended.prompt_count + outputs * (outputs - 1) / 2;
 }
 
 }  // namespace kvledger

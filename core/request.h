@@ -53,6 +53,12 @@ struct Request {
   std::int64_t reused_own = 0;
   std::int64_t reused_shared = 0;
   std::int64_t preemptions = 0;
+  // Tokens that a model without kept keys and values would have computed for the same output: all
+  // of the context, again for each token.
+  std::int64_t uncached_tokens = 0;
+
+  // Its part of the time of steps, of all samples (compute_time.h).
+  Nanoseconds compute = 0;
 };
 
 }  // namespace kvledger

@@ -23,6 +23,9 @@ Sequence::Sequence(const Arrival& arrival, std::vector<Token> prompt,
 void Sequence::spend(Nanoseconds now, Activity next) noexcept {
   const Nanoseconds spent = now > activity_since ? now - activity_since : 0;
   Nanoseconds* const kinds[] = {&times.queued, &times.prefill, &times.decode};
+  if (!paused && activity == Activity::kQueued && admitted_before) {
+    times.requeued += spent;
+  }
   *(paused ? &times.paused : kinds[static_cast<std::size_t>(activity)]) += spent;
   activity = next;
   activity_since += spent;

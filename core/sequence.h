@@ -36,10 +36,11 @@ enum class EndReason : std::uint8_t {
 
 // Where a sequence's time went. Every nanosecond from arrival to end is in exactly one of them.
 struct SequenceTimes {
-  Nanoseconds queued = 0;   // waiting for room, the first time or after a preemption
-  Nanoseconds prefill = 0;  // computing tokens before the next output token can exist
-  Nanoseconds decode = 0;   // producing output tokens
-  Nanoseconds paused = 0;   // held back because nobody takes its tokens
+  Nanoseconds queued = 0;    // waiting for room, the first time or after a preemption
+  Nanoseconds requeued = 0;  // of that, after preemptions
+  Nanoseconds prefill = 0;   // computing tokens before the next output token can exist
+  Nanoseconds decode = 0;    // producing output tokens
+  Nanoseconds paused = 0;    // held back because nobody takes its tokens
 };
 
 // Priorities lie between -kPriorityMax and kPriorityMax; the service's contract is narrower.

@@ -75,15 +75,24 @@ struct Receipt {
   std::int64_t prefill = 0;
   std::int64_t decode = 0;
   std::int64_t paused = 0;
+  // Of `queued`, the waits after preemptions.
+  std::int64_t requeued = 0;
+  // Its part of the time of the steps that it took part in (compute_time.h).
+  std::int64_t compute = 0;
+  // Tokens that would have been computed without kept keys and values (request.h).
+  std::int64_t uncached_tokens = 0;
   // Blocks held, and blocks reserved but not yet held, summed over time.
   std::uint64_t held_seconds = 0;
   std::uint64_t reserved_seconds = 0;
   // Blocks of shared scopes that it referred to: booked to the scopes, and so part of neither.
   std::uint64_t scope_seconds = 0;
+  // Block-time that it would have held more, had it shared no block with other requests of its
+  // tenant.
+  std::uint64_t saved_seconds = 0;
   std::uint32_t held_nanos = 0;
   std::uint32_t reserved_nanos = 0;
   std::uint32_t scope_nanos = 0;
-  std::uint32_t unused = 0;  // records have no gaps
+  std::uint32_t saved_nanos = 0;
 };
 
 struct StepReport {

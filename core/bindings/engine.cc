@@ -61,11 +61,12 @@ struct Report {
   std::int64_t waiting = 0;
   Balances balances;
   PrefixCounts prefixes;
+  ComputeTotals compute;
 };
 
 Report report_of(Engine& engine) {
-  return {engine.take_report(), engine.running(), engine.waiting(), engine.ledger().balances(),
-          engine.prefix_counts()};
+  return {engine.take_report(),       engine.running(),       engine.waiting(),
+          engine.ledger().balances(), engine.prefix_counts(), engine.compute_totals()};
 }
 
 py::dict counts_of(const PrefixCounts& counts) {
@@ -340,8 +341,9 @@ void bind_records() {
   PYBIND11_NUMPY_DTYPE(OutputToken, sequence, token, end_reason);
   PYBIND11_NUMPY_DTYPE(Receipt, sequence, tenant, end_reason, prompt_tokens, output_tokens,
                        computed_tokens, recomputed_tokens, shared_tokens, reused_own, reused_shared,
-                       preemptions, peak_blocks, queued, prefill, decode, paused, held_seconds,
-                       reserved_seconds, scope_seconds, held_nanos, reserved_nanos, scope_nanos);
+                       preemptions, peak_blocks, queued, prefill, decode, paused, requeued, compute,
+                       uncached_tokens, held_seconds, reserved_seconds, scope_seconds,
+                       saved_seconds, held_nanos, reserved_nanos, scope_nanos, saved_nanos);
 }
 
 BatchView batch_of(const Plan& plan) {
@@ -440,6 +442,13 @@ void bind_report(py::module_& module) {
       .def_property_readonly(
           "prefix_nanoseconds", [](const Report& r) { return r.prefixes.nanoseconds; },
           "Time spent on reuse so far, where prefixes are timed.")
+      .def_property_readonly(
+          "compute_totals",
+          [](const Report& r) {
+            return py::make_tuple(r.compute.steps, r.compute.closed, r.compute.unclaimed);
+          },
+          "Nanoseconds of all steps so far, and of them those on receipts, and those of requests "
+          "that ended while their last step ran; core/compute_time.h.")
       .def_property_readonly("balances", &balances_of,
                              "int64 [5]: blocks free, reserved, held, cached, releasing")
       .def_property_readonly(

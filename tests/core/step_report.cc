@@ -25,7 +25,7 @@ TEST_CASE("records are plain data without gaps") {
   static_assert(sizeof(Preemption) == 16);
   static_assert(sizeof(Refusal) == 24);
   static_assert(sizeof(OutputToken) == 16);
-  static_assert(sizeof(Receipt) == 8 + 2 * 4 + 13 * 8 + 3 * 8 + 4 * 4);
+  static_assert(sizeof(Receipt) == 8 + 2 * 4 + 16 * 8 + 4 * 8 + 4 * 4);
   CHECK(true);
 }
 
@@ -108,6 +108,10 @@ TEST_CASE("the receipt of one short request, by hand") {
   CHECK(receipt.decode == 20);
   CHECK(receipt.held_seconds == 0);
   CHECK(receipt.held_nanos == 2 * 40);
+  CHECK(receipt.compute == 40);                 // alone in three steps
+  CHECK(receipt.uncached_tokens == 5 + 6 + 7);  // all of the context for each token
+  CHECK(receipt.requeued == 0);
+  CHECK(receipt.saved_nanos == 0);
   CHECK(receipt.reserved_nanos == 0);
 }
 
@@ -154,6 +158,8 @@ TEST_CASE("what is computed again after a preemption is counted as such") {
   CHECK(driver.receipt(2).computed_tokens == 14 + 8);
   CHECK(driver.receipt(2).output_tokens == 12);
   CHECK(driver.receipt(2).queued > 0);
+  CHECK(driver.receipt(2).requeued == driver.receipt(2).queued);  // admitted at once at first
+  CHECK(driver.receipt(1).requeued == 0);
 }
 
 TEST_CASE("an admission says which row, how long it waited and whether it is the first") {
