@@ -408,6 +408,9 @@ void Engine::write_receipt(const Request& request, const Sequence& last) {
   receipt.prefill = last.times.prefill;
   receipt.decode = last.times.decode;
   receipt.paused = last.times.paused;
+  // A step may be longer than what of it the request was there for.
+  receipt.prefill_delayed = std::min(last.times.prefill_delayed, last.times.prefill);
+  receipt.decode_delayed = std::min(last.times.decode_delayed, last.times.decode);
   receipt.requeued = last.times.requeued;
   receipt.compute = compute_.close(request);
   receipt.uncached_tokens = request.uncached_tokens;

@@ -102,6 +102,9 @@ class Engine {
   // leave anything there any more. Allocates nothing.
   std::int64_t purge(ScopeId scope, Nanoseconds now);
 
+  // What all steps did; any thread may read it.
+  const StepBooks& step_books() const noexcept { return scheduler_.books(); }
+
   // What changed since the last call, by whatever was called between. Valid until the next call.
   const StepReport& take_report();
 

@@ -158,7 +158,7 @@ std::int64_t Scheduler::choose_decode(Nanoseconds now, StepPlan& plan, StepRepor
     const bool grown = grow(i, tokens, now, plan, report);
     paused_before -= static_cast<std::int64_t>(before - i);  // only paused ones left
     if (!grown) {
-      preempt(sequence, now, report);  // the next sequence is now at index i
+      preempt(sequence, StepBooks::kForItself, now, report);  // the next sequence is now at index i
       continue;
     }
     chunks_.push_back(Chunk{&sequence, tokens});
@@ -181,7 +181,9 @@ bool Scheduler::grow(std::size_t& index, std::int64_t tokens, Nanoseconds now, S
         if (victim == running_.size()) {
           return false;
         }
-        preempt(*running_[victim], now, report);
+        preempt(*running_[victim],
+                running_[victim]->paused ? StepBooks::kPaused : StepBooks::kForAnother, now,
+                report);
         index -= victim < index ? 1 : 0;
         missing = blocks_.missing(sequence, tokens);  // a victim may have shared its last block
         continue;
@@ -297,6 +299,36 @@ void Scheduler::note_work() noexcept {
     const std::int64_t keys = keys_of_chunk(sequence->computed, tokens);
     (i < decode_chunks_ ? work_.decode_tokens : work_.prefill_tokens) += tokens;
     (i < decode_chunks_ ? work_.decode_keys : work_.prefill_keys) += keys;
+  }
+}
+
+void Scheduler::observe(Nanoseconds elapsed) noexcept {
+  std::int64_t prompts = 0;
+  for (std::size_t i = decode_chunks_; i < chunks_.size(); ++i) {
+    prompts += chunks_[i].tokens > 0 ? 1 : 0;  // the others are samples that begin at their end
+  }
+  const Nanoseconds decode = step_time_.decode_time(work_.decode_tokens, work_.decode_keys);
+  books_.observe(work_, static_cast<std::int64_t>(decode_chunks_), prompts, elapsed, decode,
+                 step_time_.expected(work_));
+  if (work_.prefill_tokens > 0) {
+    book_delays(elapsed - StepBooks::decode_part(work_, elapsed, decode));
+  }
+  step_time_.observe(work_, elapsed);
+}
+
+// Everybody who runs has waited for the prompts of the step, except for what was its own of them.
+void Scheduler::book_delays(Nanoseconds prefill) noexcept {
+  for (Sequence* sequence : running_) {
+    if (!sequence->paused) {
+      sequence->delayed() += prefill;
+    }
+  }
+  for (std::size_t i = decode_chunks_; i < chunks_.size(); ++i) {
+    const auto& [sequence, tokens] = chunks_[i];
+    if (sequence->state == Sequence::State::kRunning && !sequence->paused) {
+      sequence->delayed() -= prefill / work_.prefill_tokens * tokens +
+                             prefill % work_.prefill_tokens * tokens / work_.prefill_tokens;
+    }
   }
 }
 
@@ -457,11 +489,13 @@ bool Scheduler::would_help(const Sequence& victim, const Sequence& other) const 
          (shares.left_to(other.tenant) > kNone && shares.is_beyond_guarantee(victim.tenant));
 }
 
-void Scheduler::preempt(Sequence& sequence, Nanoseconds now, StepReport& report) {
+void Scheduler::preempt(Sequence& sequence, StepBooks::Preempted why, Nanoseconds now,
+                        StepReport& report) {
   KVL_CHECK(!sequence.in_step);
   KVL_CHECK(!is_protected(sequence));
   report.preemptions.push_back(Preemption{sequence.id.value(), sequence.computed});
   leave_running(sequence);
+  books_.preempted(why);
   sequence.computed = 0;
   ++sequence.preemptions;
   sequence.spend(now, Sequence::Activity::kQueued);

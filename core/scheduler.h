@@ -63,6 +63,7 @@
 #include "core/request.h"
 #include "core/sequence.h"
 #include "core/sequence_blocks.h"
+#include "core/step_books.h"
 #include "core/step_plan.h"
 #include "core/step_report.h"
 #include "core/step_time.h"
@@ -120,8 +121,10 @@ class Scheduler {
   void pause(Sequence& sequence);
   void resume(Sequence& sequence);
 
-  // Learns that the step of the last schedule() took `elapsed`.
-  void observe(Nanoseconds elapsed) noexcept { step_time_.observe(work_, elapsed); }
+  // Learns that the step of the last schedule() took `elapsed`, and books it.
+  void observe(Nanoseconds elapsed) noexcept;
+  // What all steps did; any thread may read it.
+  const StepBooks& books() const noexcept { return books_; }
 
   // The chunks of the last schedule(), in the order of its plan.
   const std::vector<Chunk>& chunks() const noexcept { return chunks_; }
@@ -174,7 +177,8 @@ class Scheduler {
   std::size_t victim_for(std::size_t index) const;
   bool would_help(const Sequence& victim, const Sequence& other) const;
   BlockCount room_for(TenantId tenant) const;
-  void preempt(Sequence& sequence, Nanoseconds now, StepReport& report);
+  void preempt(Sequence& sequence, StepBooks::Preempted why, Nanoseconds now, StepReport& report);
+  void book_delays(Nanoseconds prefill) noexcept;
   BlockCount blocks_to_admit(const Sequence& sequence, std::int64_t shared_tokens) const;
   bool is_protected(const Sequence& sequence) const noexcept;
   void leave_running(Sequence& sequence);
@@ -238,6 +242,7 @@ class Scheduler {
 
   StepTimeModel step_time_;
   StepWork work_;  // of the last schedule()
+  StepBooks books_;
 };
 
 }  // namespace kvledger

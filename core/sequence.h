@@ -40,7 +40,10 @@ struct SequenceTimes {
   Nanoseconds requeued = 0;  // of that, after preemptions
   Nanoseconds prefill = 0;   // computing tokens before the next output token can exist
   Nanoseconds decode = 0;    // producing output tokens
-  Nanoseconds paused = 0;    // held back because nobody takes its tokens
+  // Of `prefill` and `decode`, what the steps' time for others' prompts was.
+  Nanoseconds prefill_delayed = 0;
+  Nanoseconds decode_delayed = 0;
+  Nanoseconds paused = 0;  // held back because nobody takes its tokens
 };
 
 // Priorities lie between -kPriorityMax and kPriorityMax; the service's contract is narrower.
@@ -110,6 +113,10 @@ struct Sequence {
   // Books the time since the last change of activity to the current one, and changes it.
   enum class Activity : std::uint8_t { kQueued, kPrefill, kDecode };
   void spend(Nanoseconds now, Activity next) noexcept;
+  // Where what it waits for others' prompts is booked now.
+  Nanoseconds& delayed() noexcept {
+    return activity == Activity::kDecode ? times.decode_delayed : times.prefill_delayed;
+  }
 
   const SequenceId id;
   const std::shared_ptr<Request> request;

@@ -75,6 +75,9 @@ struct Receipt {
   std::int64_t prefill = 0;
   std::int64_t decode = 0;
   std::int64_t paused = 0;
+  // Of `prefill` and `decode`, what the time for others' prompts in these steps was.
+  std::int64_t prefill_delayed = 0;
+  std::int64_t decode_delayed = 0;
   // Of `queued`, the waits after preemptions.
   std::int64_t requeued = 0;
   // Its part of the time of the steps that it took part in (compute_time.h).

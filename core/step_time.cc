@@ -108,6 +108,26 @@ Nanoseconds StepTimeModel::decode_time(std::int64_t tokens, std::int64_t keys) c
   return static_cast<Nanoseconds>(decode_.predict(decode_features(tokens, keys)) / kMilliseconds);
 }
 
+Nanoseconds StepTimeModel::expected(const StepWork& work) const noexcept {
+  double sum = 0.0;
+  if (work.decode_tokens > 0) {
+    const double decode = decode_.predict(decode_features(work.decode_tokens, work.decode_keys));
+    if (decode <= 0.0) {
+      return 0;
+    }
+    sum += decode;
+  }
+  if (work.prefill_tokens > 0) {
+    const double prefill =
+        prefill_.predict(prefill_features(work.prefill_tokens, work.prefill_keys));
+    if (prefill <= 0.0) {
+      return 0;
+    }
+    sum += prefill;
+  }
+  return static_cast<Nanoseconds>(sum / kMilliseconds);
+}
+
 std::int64_t StepTimeModel::prefill_within(Nanoseconds room, std::int64_t computed,
                                            std::int64_t most) const noexcept {
   const double limit = static_cast<double>(room) * kMilliseconds;

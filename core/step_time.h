@@ -68,6 +68,8 @@ class StepTimeModel {
   // what is known about decoding is no measure any more. Beside prompts it cannot be told apart.
   bool needs_decode() const noexcept { return since_decode_ >= kDecodeNews; }
 
+  // Expected time of a step; 0 where nothing like it was observed.
+  Nanoseconds expected(const StepWork& work) const noexcept;
   // Expected time of the decode part alone; 0 before anything was observed.
   Nanoseconds decode_time(std::int64_t tokens, std::int64_t keys) const noexcept;
 

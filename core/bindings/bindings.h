@@ -21,6 +21,7 @@ void bind_kv_memory(pybind11::module_& module);
 void bind_cpu_kernels(pybind11::module_& module);
 void bind_machine(pybind11::module_& module);
 void bind_prefix_index(pybind11::module_& module);
+void bind_step_books(pybind11::module_& module);
 
 // A contiguous array of exactly this dtype.
 template <class T>

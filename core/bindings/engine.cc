@@ -341,9 +341,10 @@ void bind_records() {
   PYBIND11_NUMPY_DTYPE(OutputToken, sequence, token, end_reason);
   PYBIND11_NUMPY_DTYPE(Receipt, sequence, tenant, end_reason, prompt_tokens, output_tokens,
                        computed_tokens, recomputed_tokens, shared_tokens, reused_own, reused_shared,
-                       preemptions, peak_blocks, queued, prefill, decode, paused, requeued, compute,
-                       uncached_tokens, held_seconds, reserved_seconds, scope_seconds,
-                       saved_seconds, held_nanos, reserved_nanos, scope_nanos, saved_nanos);
+                       preemptions, peak_blocks, queued, prefill, decode, paused, prefill_delayed,
+                       decode_delayed, requeued, compute, uncached_tokens, held_seconds,
+                       reserved_seconds, scope_seconds, saved_seconds, held_nanos, reserved_nanos,
+                       scope_nanos, saved_nanos);
 }
 
 BatchView batch_of(const Plan& plan) {
@@ -531,7 +532,11 @@ void bind_prefixes(py::class_<BoundEngine>& engine) {
       .def_property_readonly(
           "shareable_blocks",
           [](const BoundEngine& self) { return self.engine().shareable_blocks().value(); },
-          "Blocks that do not stay with public scopes.");
+          "Blocks that do not stay with public scopes.")
+      .def_property_readonly(
+          "step_books",
+          [](const BoundEngine& self) -> const auto& { return self.engine().step_books(); },
+          py::return_value_policy::reference_internal);
 }
 
 }  // namespace

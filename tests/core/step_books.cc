@@ -1,0 +1,143 @@
+#include "core/step_books.h"
+
+#include <cstdint>
+
+#include "tests/core/engine_driver.h"
+
+using namespace kvledger;
+using kvledger::testing::EngineDriver;
+using kvledger::testing::small_engine;
+
+namespace {
+
+std::int64_t sum(const StepBooks::Durations& durations) {
+  std::int64_t total = 0;
+  for (const auto& count : durations) {
+    total += count.load();
+  }
+  return total;
+}
+
+}  // namespace
+
+TEST_CASE("durations fall into buckets that grow by a quarter of an octave") {
+  // If this fails, quantiles of step times are off by more than a fifth.
+  CHECK(StepBooks::bound_of(0) == 1 << 16);
+  CHECK(StepBooks::bound_of(4) == 1 << 17);
+  CHECK(StepBooks::bound_of(80) == std::int64_t{1} << 36);
+  for (std::size_t i = 0; i + 2 < StepBooks::kBuckets; ++i) {
+    const double ratio = static_cast<double>(StepBooks::bound_of(i + 1)) /
+                         static_cast<double>(StepBooks::bound_of(i));
+    CHECK(ratio == doctest::Approx(1.189207).epsilon(1e-4));
+    CHECK(StepBooks::bucket_of(StepBooks::bound_of(i)) == i);
+    CHECK(StepBooks::bucket_of(StepBooks::bound_of(i) + 1) == i + 1);
+  }
+  CHECK(StepBooks::bucket_of(0) == 0);
+  CHECK(StepBooks::bucket_of(std::int64_t{1} << 62) == StepBooks::kBuckets - 1);
+}
+
+TEST_CASE("batches are told apart by doublings") {
+  // If this fails, batch size cannot be held against throughput.
+  const std::int64_t sizes[] = {1, 2, 3, 4, 5, 8, 9, 2048, 2049, 1 << 20};
+  const std::size_t classes[] = {0, 1, 2, 2, 3, 3, 4, 11, 12, 12};
+  for (std::size_t i = 0; i < std::size(sizes); ++i) {
+    CHECK(StepBooks::batch_of(sizes[i]) == classes[i]);
+  }
+}
+
+TEST_CASE("a step of both phases is divided between them, and nothing is lost") {
+  // If this fails, the bottleneck is looked for in the wrong phase.
+  StepBooks books;
+  books.observe({4, 400, 0, 0}, 4, 0, 1'000'000, 900'000, 900'000);
+  books.observe({4, 404, 32, 528}, 4, 1, 5'000'000, 1'000'000, 4'000'000);
+  books.observe({0, 0, 64, 2080}, 0, 2, 8'000'000, 0, 0);
+  books.observe({1, 9, 1, 1}, 1, 1, 1'000, 5'000, 5'000);  // quicker than decoding alone should be
+  const auto& decode = books.phase(StepBooks::kDecode);
+  const auto& prefill = books.phase(StepBooks::kPrefill);
+  CHECK(decode.steps == 3);
+  CHECK(decode.tokens == 9);
+  CHECK(decode.keys == 813);
+  CHECK(decode.sequences == 9);
+  CHECK(decode.nanoseconds == 1'000'000 + 1'000'000 + 1'000);
+  CHECK(prefill.steps == 3);
+  CHECK(prefill.tokens == 97);
+  CHECK(prefill.keys == 2609);
+  CHECK(prefill.sequences == 4);
+  CHECK(prefill.nanoseconds == 4'000'000 + 8'000'000);
+  std::int64_t elapsed = 0;
+  std::int64_t steps = 0;
+  for (std::size_t i = 0; i < StepBooks::kMixtures; ++i) {
+    const auto& counts = books.mixture(static_cast<StepBooks::Mixture>(i));
+    elapsed += counts.nanoseconds;
+    steps += sum(counts.durations);
+  }
+  CHECK(elapsed == decode.nanoseconds + prefill.nanoseconds);
+  CHECK(steps == 4);
+  CHECK(books.batch(2).steps == 2);
+  CHECK(books.batch(2).nanoseconds == 6'000'000);
+  CHECK(books.batch(0).tokens == 1);
+  CHECK(books.forecast().steps == 3);
+  CHECK(books.forecast().expected == 4'905'000);
+  CHECK(books.forecast().taken == 6'001'000);
+  CHECK(books.forecast().off == 100'000 + 1'000'000 + 4'000);
+}
+
+TEST_CASE("the engine books every step that it commits") {
+  // If this fails, metrics and diagnosis show another server than the one that runs.
+  EngineDriver driver(small_engine(40));
+  driver.accept(1, 8, 4);
+  driver.accept(2, 3, 4);
+  driver.run_out(100, 2'000'000);
+  const StepBooks& books = driver.engine.step_books();
+  const auto& prefill = books.phase(StepBooks::kPrefill);
+  const auto& decode = books.phase(StepBooks::kDecode);
+  CHECK(prefill.tokens == 11);
+  CHECK(decode.tokens == 6);  // the first token of each comes with its prompt
+  CHECK(prefill.nanoseconds + decode.nanoseconds == driver.now);
+}
+
+TEST_CASE("a preemption is booked with its reason") {
+  // If this fails, nobody can tell a pool that is too small from readers that are too slow.
+  EngineDriver driver(small_engine(6));
+  driver.accept(1, 8, 20);
+  driver.accept(2, 8, 20);
+  driver.run_out(200, 1'000);
+  const StepBooks& books = driver.engine.step_books();
+  const auto all = static_cast<std::int64_t>(driver.preempted.size());
+  CHECK(all > 0);
+  CHECK(books.preemptions(StepBooks::kForAnother) + books.preemptions(StepBooks::kForItself) ==
+        all);
+  CHECK(books.preemptions(StepBooks::kPaused) == 0);
+}
+
+TEST_CASE("a receipt says how long its request waited for the prompts of others") {
+  // If this fails, somebody looks for a slow model where a neighbour's prompt was in the way.
+  EngineDriver driver(small_engine(40));
+  driver.accept(1, 3, 10);
+  driver.steps(3, 1'000'000);
+  driver.accept(2, 21, 1);
+  driver.run_out(100, 1'000'000);
+  const Receipt& first = driver.receipt(1);
+  // Three steps of seven prompt tokens each, beside one of its own.
+  CHECK(first.decode_delayed > 0);
+  CHECK(first.decode_delayed <= 3'000'000);
+  CHECK(first.decode == 9'000'000);
+  CHECK(first.prefill_delayed == 0);
+  const Receipt& second = driver.receipt(2);
+  CHECK(second.prefill == 3'000'000);
+  CHECK(second.prefill_delayed == 0);
+}
+
+TEST_CASE("a prompt waits for those that are computed before it") {
+  // If this fails, the wait for one's turn looks like one's own prompt.
+  EngineDriver driver(small_engine(40));
+  driver.accept(1, 32, 1);
+  driver.accept(2, 32, 1);
+  driver.run_out(100, 1'000'000);
+  for (const std::uint64_t id : {1, 2}) {
+    const Receipt& receipt = driver.receipt(id);
+    CHECK(receipt.prefill_delayed > 0);
+    CHECK(receipt.prefill_delayed < receipt.prefill);
+    CHECK(receipt.prefill - receipt.prefill_delayed >= 4'000'000);
+  }
+}
