@@ -116,15 +116,14 @@ TEST_CASE("a receipt says how long its request waited for the prompts of others"
   driver.accept(1, 3, 10);
   driver.steps(3, 1'000'000);
   driver.accept(2, 21, 1);
+  driver.steps(3, 5'000'000);  // seven prompt tokens in each
   driver.run_out(100, 1'000'000);
   const Receipt& first = driver.receipt(1);
-  // Three steps of seven prompt tokens each, beside one of its own.
-  CHECK(first.decode_delayed > 0);
-  CHECK(first.decode_delayed <= 3'000'000);
-  CHECK(first.decode == 9'000'000);
+  CHECK(first.decode == 6'000'000 + 3 * 5'000'000);
+  CHECK(first.decode_delayed == doctest::Approx(3 * 4'000'000).epsilon(0.05));
   CHECK(first.prefill_delayed == 0);
   const Receipt& second = driver.receipt(2);
-  CHECK(second.prefill == 3'000'000);
+  CHECK(second.prefill == 15'000'000);
   CHECK(second.prefill_delayed == 0);
 }
 
