@@ -19,6 +19,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import structlog
+import torch
 
 from kvledger import _core
 from kvledger.arrivals import as_arrays, share_numbers
@@ -202,6 +203,8 @@ class Engine:
         self._stoppable: set[int] = set()  # sequences with tokens of their own that end them
         self._last_report: _core.Report | None = None
         self._step_nanoseconds = 0
+        self._forward_nanoseconds = 0  # of that, the model
+        self._sampling_nanoseconds = 0  # and choosing tokens
         self._last_beat = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -233,6 +236,16 @@ class Engine:
     def step_seconds(self) -> float:
         """Time of all steps so far, each from its plan to its commit."""
         return self._step_nanoseconds / 1e9
+
+    @property
+    def step_times(self) -> tuple[int, int, int]:
+        """Nanoseconds of all steps so far: whole, computing logits, choosing tokens."""
+        return self._step_nanoseconds, self._forward_nanoseconds, self._sampling_nanoseconds
+
+    @property
+    def step_books(self) -> _core.StepBooks:
+        """What all steps so far did; any thread may look."""
+        return self._core.step_books
 
     @property
     def prefix_seconds(self) -> float:
@@ -523,7 +536,18 @@ class Engine:
         self, plan: _core.Plan
     ) -> tuple[npt.NDArray[np.int32], Mapping[int, TokenLogprobs]]:
         """The step's tokens, and log-probabilities by sequence where they were asked for."""
+        began = time.monotonic_ns()
         logits = self._model.forward(plan, self._beat)
+        computed = time.monotonic_ns()
+        self._forward_nanoseconds += computed - began
+        try:
+            return self._choose(plan, logits)
+        finally:
+            self._sampling_nanoseconds += time.monotonic_ns() - computed
+
+    def _choose(
+        self, plan: _core.Plan, logits: torch.Tensor
+    ) -> tuple[npt.NDArray[np.int32], Mapping[int, TokenLogprobs]]:
         tokens = self._sampler.likeliest(logits)
         if tokens is not None:
             return tokens, _NO_LOGPROBS

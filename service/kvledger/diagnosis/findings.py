@@ -1,0 +1,344 @@
+"""What limits the service: rules over an observation, each with its evidence and what helps.
+
+Causes that somebody set (a limit, a pool, threads) come before what the traffic is like, because
+they can be changed; a finding says which phase it helps, and one change that looks right and would
+not help. Where nothing is short, it says so: a healthy server is not told to tune.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from kvledger.diagnosis.observation import Observation
+from kvledger.diagnosis.traffic import largest_share
+
+Phase = Literal["prefill", "decode", "both", "none"]
+
+# Less than this in the interval says nothing.
+STEPS_LEAST = 20
+REQUESTS_LEAST = 3
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that limits the service."""
+
+    name: str  # a word for programs
+    # How much of the service it touches, from 0 to 1: a share of time, or of requests.
+    weight: float
+    sentence: str  # what, with its figures
+    remedy: str  # what to change first
+    helps: Phase
+    # What looks right and would not help, and why.
+    in_vain: str
+
+
+Rule = Callable[[Observation], Finding | None]
+
+
+def findings(seen: Observation) -> list[Finding]:
+    """What limits the service, what can be changed first and the gravest before the others."""
+    if sum(phase.steps for phase in (seen.decode, seen.prefill)) < STEPS_LEAST and not any(
+        seen.traffic.refused.values()
+    ):
+        return []
+    causes = _found(seen, _CAUSES)
+    return [*causes, *_found(seen, _LOADS)] if causes else _found(seen, _LOADS)
+
+
+def _found(seen: Observation, rules: tuple[Rule, ...]) -> list[Finding]:
+    found = [finding for rule in rules if (finding := rule(seen)) is not None]
+    return sorted(found, key=lambda finding: -finding.weight)
+
+
+def percent(share: float) -> str:
+    """A share as people read it."""
+    return f"{share * 100:.0f} %"
+
+
+# --- What somebody set ------------------------------------------------------------------------
+
+
+def queue_limit(seen: Observation) -> Finding | None:
+    """Requests that a limit of the queue turned away."""
+    refused = seen.traffic.refused["queue_full"] + seen.traffic.refused["queued_tokens_full"]
+    share = refused / seen.arrivals if seen.arrivals else 0.0
+    if share < 0.01:
+        return None
+    return Finding(
+        "queue_limit",
+        share,
+        f"The queue was full for {refused} of {seen.arrivals} requests ({percent(share)}), while a "
+        f"step ran {percent(seen.busy)} of the time and the pool's waterline was "
+        f"{percent(seen.waterline)}.",
+        "Raise --max-queued (or --max-queued-tokens) if callers can wait; add a replica if they "
+        "cannot.",
+        "none",
+        "A larger KV pool: the queue is counted in requests, and refuses before blocks are asked "
+        "for.",
+    )
+
+
+def pool(seen: Observation) -> Finding | None:
+    """A pool that is too small for what runs: work is lost, or requests wait for blocks."""
+    traffic = seen.traffic
+    lost = traffic.recomputed_tokens / traffic.computed_tokens if traffic.computed_tokens else 0.0
+    waits = seen.of_life(traffic.queued_time)
+    running = max(seen.decode.sequences, seen.prefill.sequences)
+    blocked = waits > 0.2 and seen.waterline > 0.75 and running < 0.9 * seen.setup.sequences_max
+    if lost < 0.02 and not blocked and not (seen.preempted > 3 and seen.waterline > 0.75):
+        return None
+    return Finding(
+        "pool",
+        max(lost, waits if blocked else 0.0, 0.02),
+        f"The KV pool is short: its waterline was {percent(seen.waterline)} of "
+        f"{seen.setup.blocks} blocks, {seen.preempted} sequences lost their blocks, "
+        f"{percent(lost)} of the computed tokens had been computed before, and requests waited "
+        f"{percent(waits)} of their time.",
+        "Raise --kv-bytes, lower max_tokens or the context that clients send, or add a replica.",
+        "both",
+        "More threads or a bigger batch: both ask for more blocks at a time.",
+    )
+
+
+def slow_reader(seen: Observation) -> Finding | None:
+    """Sequences that pause because nobody reads them."""
+    share = seen.of_life(seen.traffic.paused_time)
+    if share < 0.2:
+        return None
+    return Finding(
+        "slow_reader",
+        share,
+        f"Requests stood still {percent(share)} of their time because their clients did not read, "
+        f"and kept their blocks meanwhile (waterline {percent(seen.waterline)}).",
+        "Let the clients read faster, or ask for final_only; a shorter --stall-timeout frees the "
+        "blocks sooner.",
+        "none",
+        "Anything on the server: it had the tokens ready.",
+    )
+
+
+def flood(seen: Observation) -> Finding | None:
+    """One tenant that asks for most, while others wait."""
+    name, share = largest_share(seen.traffic.prompt_tokens)
+    if len(+seen.traffic.prompt_tokens) < 2 or share < 0.7:
+        return None
+    others = {tenant: time for tenant, time in seen.traffic.queued.items() if tenant != name}
+    waits = seen.of_life(sum(seen.traffic.queued.values()))
+    if waits < 0.2 or not others:
+        return None
+    return Finding(
+        "flooding_tenant",
+        share,
+        f"Tenant {name} sent {percent(share)} of the prompt tokens of "
+        f"{len(+seen.traffic.prompt_tokens)} tenants; requests waited {percent(waits)} of their "
+        f"time.",
+        f"Give {name} running_max, tokens_per_second or kv_max, and the others kv_guaranteed "
+        f"(docs/quotas.md).",
+        "both",
+        "A longer queue: it fills with the same tenant's requests.",
+    )
+
+
+def batch(seen: Observation) -> Finding | None:
+    """Requests that wait for a place in a batch that is kept small."""
+    waits = seen.of_life(seen.traffic.queued_time)
+    most = seen.setup.sequences_max
+    if waits < 0.2 or seen.decode.sequences < 0.85 * most or seen.waterline > 0.75:
+        return None
+    if seen.decode.binds == "compute" and seen.decode.compute_share > 0.6:
+        return None
+    return Finding(
+        "batch",
+        waits,
+        f"Requests waited {percent(waits)} of their time for a place: {seen.decode.sequences:.1f} "
+        f"of at most {most} sequences decoded at a time, with a waterline of "
+        f"{percent(seen.waterline)}. Decoding reads the weights once a step for all of them: "
+        f"{percent(1 - seen.decode.kv_share)} of its bytes.",
+        "Raise --max-sequences.",
+        "decode",
+        "A larger KV pool: it is not what is short.",
+    )
+
+
+def sampling(seen: Observation) -> Finding | None:
+    """Choosing tokens takes as long as computing them."""
+    share = seen.sampling_seconds / seen.step_seconds if seen.step_seconds else 0.0
+    if share < 0.25:
+        return None
+    return Finding(
+        "sampling",
+        share,
+        f"Choosing tokens took {percent(share)} of the steps' time.",
+        "Ask for less of it: fewer top_logprobs, no penalties over long texts, simpler "
+        "constraints, or temperature 0 where that is meant.",
+        "decode",
+        "A smaller KV format or a bigger pool: the model is not what takes the time.",
+    )
+
+
+def threads(seen: Observation) -> Finding | None:
+    """Processors that have nothing to do."""
+    setup = seen.setup
+    if setup.threads * 2 > setup.processors or seen.busy < 0.6:
+        return None
+    share = seen.busy * (1 - setup.threads / setup.processors)
+    return Finding(
+        "threads",
+        share,
+        f"Steps ran {percent(seen.busy)} of the time on {setup.threads} of {setup.processors} "
+        f"processors.",
+        f"Raise --threads to {setup.processors}.",
+        "both",
+        "A bigger batch: with the arithmetic of one processor prompts stay slow.",
+    )
+
+
+def small_chunks(seen: Observation) -> Finding | None:
+    """Prompts that are computed a few tokens at a time."""
+    prefill = seen.prefill
+    if seen.prefill_share < 0.2 or prefill.steps < STEPS_LEAST or prefill.tokens_per_step > 16:
+        return None
+    setup = seen.setup
+    if setup.token_budget <= 32:
+        cause, remedy = f"--token-budget {setup.token_budget}", "Raise --token-budget."
+    elif seen.mixed_steps > 0.5 * prefill.steps:
+        limit = (
+            f"--tpot-target {setup.tpot_target:g}"
+            if setup.tpot_target is not None
+            else f"--step-stretch {setup.step_stretch:g}"
+        )
+        cause, remedy = limit, "Raise it, if tokens may come less evenly."
+    else:
+        cause, remedy = f"--prefill-step {setup.prefill_step:g}", "Raise --prefill-step."
+    if seen.prompt_lengths[0] <= 16:
+        return None
+    return Finding(
+        "chunk_too_small",
+        seen.prefill_share,
+        f"Prompts were computed {prefill.tokens_per_step:.0f} tokens a step, because of {cause}: "
+        f"each step reads all weights again, and reached {percent(prefill.compute_share)} of the "
+        f"arithmetic that the machine can do.",
+        remedy,
+        "prefill",
+        "More memory for KV: prompts wait for steps, not for blocks.",
+    )
+
+
+def large_chunks(seen: Observation) -> Finding | None:
+    """Prompts that hold up everybody who decodes."""
+    alone, both = seen.decode_step[0], seen.both_step[1]
+    mixed = seen.mixed_steps / seen.decode.steps if seen.decode.steps else 0.0
+    delayed = seen.of_life(seen.traffic.delayed_time)
+    if alone <= 0.0 or both < 5 * alone or mixed < 0.02 or delayed < 0.2:
+        return None
+    return Finding(
+        "chunk_too_large",
+        delayed,
+        f"Steps with prompts took up to {both * 1e3:.0f} ms (99th percentile) where decoding alone "
+        f"takes {alone * 1e3:.0f} ms: requests spent {percent(delayed)} of their time in others' "
+        f"prompts.",
+        "Lower --step-stretch or set --tpot-target: prompts are computed in smaller chunks.",
+        "decode",
+        "A smaller batch: the gap comes from one prompt, however few decode.",
+    )
+
+
+def cold_prefix(seen: Observation) -> Finding | None:
+    """Beginnings that came before and are computed again."""
+    if seen.prompts == 0 or seen.prefill_share < 0.2:
+        return None
+    reusable = seen.traffic.reusable_tokens / seen.prompts
+    reused = seen.traffic.reused_tokens / seen.prompts
+    if reusable - reused < 0.3:
+        return None
+    cause = "" if seen.setup.reuses_prefixes else " (--prefix-reuse is off)"
+    return Finding(
+        "cold_prefix",
+        seen.prefill_share * (reusable - reused),
+        f"{percent(reusable)} of the prompt tokens came before in the same scope, and "
+        f"{percent(reused)} were reused{cause}; prompts took {percent(seen.prefill_share)} of the "
+        f"steps' time.",
+        "Turn --prefix-reuse on."
+        if not seen.setup.reuses_prefixes
+        else "Raise --kv-bytes so that more stays cached, or give the tenant kv_guaranteed.",
+        "prefill",
+        "Quantized weights: they make each token cheaper, and compute the same ones again.",
+    )
+
+
+# --- What the traffic is like -----------------------------------------------------------------
+
+
+def long_prompts(seen: Observation) -> Finding | None:
+    """Prompts take most of the time, and are bound by arithmetic."""
+    if seen.busy < 0.7 or seen.prefill_share < 0.6 or seen.prompt_lengths[1] < 256:
+        return None
+    prefill = seen.prefill
+    return Finding(
+        "long_prompts",
+        seen.busy * seen.prefill_share,
+        f"Prompts took {percent(seen.prefill_share)} of the steps' time: half of them had up to "
+        f"{seen.prompt_lengths[0]} tokens, 5 % more than half of {seen.prompt_lengths[1]}. Prefill "
+        f"is bound by {prefill.binds}, at {percent(prefill.compute_share)} of the machine's "
+        f"arithmetic and {percent(prefill.memory_share)} of its memory's speed.",
+        "Shorter prompts, beginnings that repeat (docs/reuse.md), or another replica.",
+        "prefill",
+        "A smaller KV format: prompts are bound by arithmetic, and KV is "
+        f"{percent(prefill.kv_share)} of what they read.",
+    )
+
+
+def long_contexts(seen: Observation) -> Finding | None:
+    """Decoding reads more keys and values than weights."""
+    decode = seen.decode
+    if seen.busy < 0.7 or seen.prefill_share > 0.6 or decode.kv_share < 0.4:
+        return None
+    return Finding(
+        "long_contexts",
+        seen.busy * (1 - seen.prefill_share) * decode.kv_share,
+        f"Decoding took {percent(1 - seen.prefill_share)} of the steps' time and is bound by "
+        f"{decode.binds} at {percent(max(decode.memory_share, decode.compute_share))} of the peak; "
+        f"KV is {percent(decode.kv_share)} of the bytes "
+        f"({decode.keys / max(1, decode.tokens):.0f} tokens of context for each token). Compute at "
+        f"{percent(decode.compute_share)} is not starvation.",
+        "A KV format with fewer bytes, shorter contexts, or another replica.",
+        "decode",
+        "Bigger steps for prompts: they do not make decoding read less.",
+    )
+
+
+def weights_bound(seen: Observation) -> Finding | None:
+    """Decoding reads the weights for few sequences, and is busy all the time."""
+    decode = seen.decode
+    if seen.busy < 0.9 or seen.prefill_share > 0.4 or decode.kv_share >= 0.4:
+        return None
+    if decode.sequences > 0.5 * seen.setup.sequences_max or seen.traffic.ended < REQUESTS_LEAST:
+        return None
+    return Finding(
+        "weights",
+        seen.busy * (1 - seen.prefill_share) * 0.5,
+        f"Decoding took {percent(1 - seen.prefill_share)} of the steps' time and reads the weights "
+        f"for {decode.sequences:.1f} sequences a step ({percent(1 - decode.kv_share)} of its "
+        f"bytes), at {percent(decode.memory_share)} of the memory's speed.",
+        "Let more requests run at a time: each further one costs little until arithmetic binds.",
+        "decode",
+        "A smaller KV format: keys and values are the small part.",
+    )
+
+
+_CAUSES: tuple[Rule, ...] = (
+    queue_limit,
+    pool,
+    slow_reader,
+    flood,
+    batch,
+    sampling,
+    threads,
+    small_chunks,
+    large_chunks,
+    cold_prefix,
+)
+_LOADS: tuple[Rule, ...] = (long_prompts, long_contexts, weights_bound)

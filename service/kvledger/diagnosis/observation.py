@@ -1,0 +1,214 @@
+"""An interval in rates: what each phase did, and what of the machine's most that was.
+
+Prefill and decode are judged apart: the one is bound by arithmetic, the other by memory, and what
+helps the one seldom helps the other. Bytes and operations are the least that the work needs
+(planning/floors.py), so a share of a peak is a share of what could be had.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from kvledger.diagnosis.counts import (
+    BOTH,
+    DECODE,
+    DECODE_ONLY,
+    PREFILL,
+    PREFILL_ONLY,
+    Counts,
+    duration_quantile,
+)
+from kvledger.diagnosis.traffic import TrafficCounts, class_quantile
+from kvledger.planning.floors import StepCosts
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What the server was started with, as far as it matters here."""
+
+    costs: StepCosts
+    threads: int
+    processors: int
+    token_budget: int
+    sequences_max: int
+    blocks: int
+    block_tokens: int
+    step_stretch: float
+    prefill_step: float
+    tpot_target: float | None
+    reuses_prefixes: bool
+
+
+@dataclass(frozen=True)
+class PhaseFigures:
+    """One phase, over an interval."""
+
+    steps: int
+    seconds: float
+    tokens: int
+    keys: int
+    sequences: float  # in a step, on average
+    weight_bytes: int
+    kv_bytes: int
+    operations: float
+    # The least time that it could have taken, by what binds.
+    memory_seconds: float
+    compute_seconds: float
+
+    @property
+    def bytes_per_second(self) -> float:
+        """Achieved."""
+        return (self.weight_bytes + self.kv_bytes) / self.seconds if self.seconds else 0.0
+
+    @property
+    def operations_per_second(self) -> float:
+        """Achieved."""
+        return self.operations / self.seconds if self.seconds else 0.0
+
+    @property
+    def memory_share(self) -> float:
+        """Of the speed at which memory can be read."""
+        return self.memory_seconds / self.seconds if self.seconds else 0.0
+
+    @property
+    def compute_share(self) -> float:
+        """Of the operations that can be done in a second."""
+        return self.compute_seconds / self.seconds if self.seconds else 0.0
+
+    @property
+    def binds(self) -> Literal["memory", "compute"]:
+        """Which of the two it is nearer to."""
+        return "memory" if self.memory_seconds >= self.compute_seconds else "compute"
+
+    @property
+    def kv_share(self) -> float:
+        """Of the bytes that it reads, those of keys and values."""
+        whole = self.weight_bytes + self.kv_bytes
+        return self.kv_bytes / whole if whole else 0.0
+
+    @property
+    def tokens_per_step(self) -> float:
+        """On average."""
+        return self.tokens / self.steps if self.steps else 0.0
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What the server did over an interval."""
+
+    setup: Setup
+    seconds: float
+    step_seconds: float
+    sampling_seconds: float
+    forward_seconds: float
+    decode: PhaseFigures
+    prefill: PhaseFigures
+    # Durations of steps, in seconds: medians and the 99th percentile.
+    decode_step: tuple[float, float]
+    both_step: tuple[float, float]
+    prefill_step: tuple[float, float]
+    mixed_steps: int  # steps of both phases
+    waterline: float  # of the pool, on average
+    cached: float
+    preempted: int
+    forecast_error: float | None  # of a step's time, on average
+    traffic: TrafficCounts
+
+    @property
+    def busy(self) -> float:
+        """Of the time, that in which a step ran."""
+        return min(1.0, self.step_seconds / self.seconds) if self.seconds else 0.0
+
+    @property
+    def prefill_share(self) -> float:
+        """Of the steps' time, that of prompts."""
+        whole = self.prefill.seconds + self.decode.seconds
+        return self.prefill.seconds / whole if whole else 0.0
+
+    @property
+    def arrivals(self) -> int:
+        """Requests that came, those refused included."""
+        return self.traffic.requests + sum(self.traffic.refused.values())
+
+    @property
+    def prompts(self) -> int:
+        """Tokens of prompts that came."""
+        return sum(self.traffic.prompt_tokens.values())
+
+    def of_life(self, nanoseconds: int) -> float:
+        """A time as a share of that from arrival to end, of all requests that ended."""
+        return nanoseconds / self.traffic.life_time if self.traffic.life_time else 0.0
+
+    @property
+    def prompt_lengths(self) -> tuple[int, int]:
+        """Median and 95th percentile of prompts' tokens, to a factor of two."""
+        return class_quantile(self.traffic.prompts, 0.5), class_quantile(self.traffic.prompts, 0.95)
+
+    @property
+    def output_lengths(self) -> tuple[int, int]:
+        """The same of answers."""
+        return class_quantile(self.traffic.outputs, 0.5), class_quantile(self.traffic.outputs, 0.95)
+
+
+def observe(setup: Setup, counts: Counts) -> Observation:
+    """`counts` are of an interval."""
+    costs = setup.costs
+    pool_time = max(1, setup.blocks * counts.at)
+    steps, _, taken, off = (int(value) for value in counts.forecast)
+    decode_quantiles, prefill_quantiles, both_quantiles = (
+        (
+            duration_quantile(counts.mixtures[mixture], 0.5),
+            duration_quantile(counts.mixtures[mixture], 0.99),
+        )
+        for mixture in (DECODE_ONLY, PREFILL_ONLY, BOTH)
+    )
+    return Observation(
+        setup=setup,
+        seconds=counts.at / 1e9,
+        step_seconds=counts.engine.steps / 1e9,
+        sampling_seconds=counts.engine.sampling / 1e9,
+        forward_seconds=counts.engine.forward / 1e9,
+        decode=_phase(costs, counts, DECODE),
+        prefill=_phase(costs, counts, PREFILL),
+        decode_step=decode_quantiles,
+        both_step=both_quantiles,
+        prefill_step=prefill_quantiles,
+        mixed_steps=int(counts.mixtures[BOTH, 0]),
+        waterline=counts.pool.live / pool_time,
+        cached=counts.pool.cached / pool_time,
+        preempted=int(counts.preemptions.sum()),
+        forecast_error=off / taken if steps and taken else None,
+        traffic=counts.traffic,
+    )
+
+
+def _phase(costs: StepCosts, counts: Counts, phase: int) -> PhaseFigures:
+    steps, nanoseconds, tokens, keys, sequences = (int(value) for value in counts.phases[phase])
+    # A step of both phases reads its weights for its decoding; its prompts ride on that.
+    alone = steps if phase == DECODE else int(counts.mixtures[PREFILL_ONLY, 0])
+    weight_bytes = alone * (costs.layer_bytes + costs.head_bytes)
+    # A sequence's chunk reads its keys once for all of its tokens.
+    read = keys if phase == DECODE else keys / max(1.0, tokens / max(1, sequences))
+    operations = {
+        **{name: tokens * each for name, each in costs.layer_operations.items()},
+    }
+    heads = tokens if phase == DECODE else sequences
+    for name, each in costs.head_operations.items():
+        operations[name] = operations.get(name, 0.0) + heads * each
+    operations["f32"] = operations.get("f32", 0.0) + keys * costs.key_operations
+    kv_bytes = round(read * costs.kv_token_bytes)
+    return PhaseFigures(
+        steps=steps,
+        seconds=nanoseconds / 1e9,
+        tokens=tokens,
+        keys=keys,
+        sequences=sequences / steps if steps else 0.0,
+        weight_bytes=weight_bytes,
+        kv_bytes=kv_bytes,
+        operations=sum(operations.values()),
+        memory_seconds=(weight_bytes + kv_bytes) / costs.peaks.read_bytes_per_second,
+        compute_seconds=sum(
+            count / costs.peaks.operations(name) for name, count in operations.items()
+        ),
+    )

@@ -1,0 +1,388 @@
+"""What the diagnosis says of intervals whose bottleneck is known, and what it predicts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from kvledger import _core
+from kvledger.diagnosis.counts import Counts, EngineCounts, PoolCounts, duration_quantile
+from kvledger.diagnosis.findings import findings
+from kvledger.diagnosis.observation import Observation, Setup, observe
+from kvledger.diagnosis.predictions import fit, predict
+from kvledger.diagnosis.traffic import CLASSES, Traffic, TrafficCounts, class_of, class_quantile
+from kvledger.engine import EndReason
+from kvledger.machine.peaks import MachinePeaks
+from kvledger.planning.floors import StepCosts
+from kvledger.streams import receipt_of_waiting
+
+SECOND = 10**9
+COSTS = StepCosts(
+    layer_bytes=60_000_000,
+    head_bytes=30_000_000,
+    layer_operations={"q4_1": 200e6},
+    head_operations={"q4_1": 60e6},
+    key_operations=35_000.0,
+    kv_token_bytes=23_000,
+    peaks=MachinePeaks.given(20e9, 200e9),
+)
+SETUP = Setup(
+    costs=COSTS,
+    threads=2,
+    processors=2,
+    token_budget=512,
+    sequences_max=64,
+    blocks=1000,
+    block_tokens=32,
+    step_stretch=2.0,
+    prefill_step=0.05,
+    tpot_target=None,
+    reuses_prefixes=True,
+)
+
+
+def bucket(seconds: float) -> int:
+    return int(np.searchsorted(_core.StepBooks.bounds, seconds * 1e9))
+
+
+class Interval:
+    """A minute of a server that does what a test says, and nothing else."""
+
+    def __init__(self) -> None:
+        self.phases = np.zeros((2, 5), np.int64)
+        self.mixtures = np.zeros((3, 3 + 82), np.int64)
+        self.batches = np.zeros((13, 3 + 82), np.int64)
+        self.traffic = TrafficCounts()
+        self.preemptions = np.zeros(3, np.int64)
+        self.sampling = 0.0
+        self.live = 0.3
+        self.setup = SETUP
+
+    def decodes(self, steps: int, sequences: int, context: int, seconds: float) -> Interval:
+        """Steps of decoding alone, of `seconds` each."""
+        self._add(0, steps, sequences, sequences * context, sequences, seconds)
+        self._step(self.mixtures[0], steps, sequences, seconds)
+        self._step(self.batches[(sequences - 1).bit_length()], steps, sequences, seconds)
+        return self
+
+    def prompts(self, steps: int, tokens: int, context: int, seconds: float) -> Interval:
+        """Steps of one prompt's chunk alone."""
+        self._add(1, steps, tokens, tokens * context, 1, seconds)
+        self._step(self.mixtures[1], steps, tokens, seconds)
+        return self
+
+    def both(
+        self, steps: int, sequences: int, tokens: int, seconds: float, decode: float
+    ) -> Interval:
+        """Steps of both; `decode` is the part of their time that is decoding's."""
+        self._add(0, steps, sequences, sequences * 200, sequences, decode)
+        self._add(1, steps, tokens, tokens * 200, 1, seconds - decode)
+        self._step(self.mixtures[2], steps, sequences + tokens, seconds)
+        self._step(self.batches[(sequences - 1).bit_length()], steps, sequences, seconds)
+        return self
+
+    def asks(self, requests: int, prompt: int, output: int, tenant: str = "a") -> Interval:
+        """Requests that came and ended, half a second of decoding each."""
+        counts = self.traffic
+        counts.requests += requests
+        counts.ended += requests
+        counts.prompts[class_of(prompt)] += requests
+        counts.outputs[class_of(output)] += requests
+        counts.prompt_tokens[tenant] += requests * prompt
+        counts.computed_tokens += requests * (prompt + output)
+        counts.output_tokens += requests * output
+        counts.queued[tenant] += 0
+        counts.life_time += requests * SECOND // 2
+        return self
+
+    def waits(self, seconds: float, tenant: str = "a") -> Interval:
+        self.traffic.queued_time += round(seconds * SECOND)
+        self.traffic.queued[tenant] += round(seconds * SECOND)
+        self.traffic.life_time += round(seconds * SECOND)
+        return self
+
+    def _add(
+        self, phase: int, steps: int, tokens: int, keys: int, rows: int, seconds: float
+    ) -> None:
+        self.phases[phase] += np.array(
+            [steps, round(steps * seconds * SECOND), steps * tokens, steps * keys, steps * rows]
+        )
+
+    def _step(self, row: np.ndarray, steps: int, tokens: int, seconds: float) -> None:
+        row[:3] += np.array([steps, round(steps * seconds * SECOND), steps * tokens])
+        row[3 + bucket(seconds)] += steps
+
+    @property
+    def counts(self) -> Counts:
+        steps = int(self.mixtures[:, 1].sum())
+        pool = self.setup.blocks * 60 * SECOND
+        return Counts(
+            at=60 * SECOND,
+            phases=self.phases,
+            mixtures=self.mixtures,
+            batches=self.batches,
+            forecast=np.zeros(4, np.int64),
+            preemptions=self.preemptions,
+            engine=EngineCounts(steps, steps, round(self.sampling * steps)),
+            pool=PoolCounts(round(pool * (1 - self.live)), 0, round(pool * self.live), 0, 0),
+            traffic=self.traffic,
+        )
+
+    @property
+    def seen(self) -> Observation:
+        return observe(self.setup, self.counts)
+
+    @property
+    def named(self) -> list[str]:
+        return [finding.name for finding in findings(self.seen)]
+
+
+def healthy() -> Interval:
+    return Interval().decodes(1500, 4, 200, 0.012).prompts(60, 100, 60, 0.08).asks(60, 100, 100)
+
+
+def test_a_healthy_server_is_told_so() -> None:
+    """Operators would tune what is not broken."""
+    assert healthy().named == []
+    assert Interval().named == []
+
+
+def test_a_full_queue_is_named() -> None:
+    """Somebody buys memory where a limit refuses."""
+    interval = healthy()
+    interval.traffic.refused["queue_full"] = 30
+    assert interval.named[0] == "queue_limit"
+    assert "30 of 90" in findings(interval.seen)[0].sentence
+
+
+@pytest.mark.parametrize("how", ["recomputed", "waiting"])
+def test_a_pool_that_is_too_small_is_named(how: str) -> None:
+    """More processors are bought where blocks are short."""
+    interval = healthy()
+    interval.live = 0.95
+    if how == "recomputed":
+        interval.traffic.recomputed_tokens = interval.traffic.computed_tokens // 5
+        interval.preemptions[0] = 40
+    else:
+        interval.waits(60.0)
+    assert interval.named[0] == "pool"
+
+
+def test_readers_that_do_not_read_are_named() -> None:
+    """The model is blamed for a client's network."""
+    interval = healthy()
+    interval.traffic.paused_time = 30 * SECOND
+    interval.traffic.life_time += 30 * SECOND
+    assert interval.named[0] == "slow_reader"
+
+
+def test_a_tenant_that_floods_is_named() -> None:
+    """Everybody's limits are lowered because of one."""
+    interval = healthy().asks(500, 1000, 8, "greedy").waits(400.0, "a").waits(500.0, "greedy")
+    found = findings(interval.seen)[0]
+    assert found.name == "flooding_tenant"
+    assert "greedy" in found.sentence
+
+
+def test_a_batch_that_is_kept_small_is_named() -> None:
+    """A GPU is added where a setting has to be raised."""
+    interval = Interval().decodes(5000, 2, 200, 0.011).asks(60, 100, 100).waits(100.0)
+    interval.setup = replace(SETUP, sequences_max=2)
+    assert interval.named[0] == "batch"
+
+
+def test_expensive_sampling_is_named() -> None:
+    """Kernels are made faster that take less than the sampler."""
+    interval = healthy()
+    interval.sampling = 0.5
+    assert interval.named[0] == "sampling"
+
+
+def test_too_few_threads_are_named() -> None:
+    """Half of the machine stays idle unseen."""
+    interval = Interval().decodes(4000, 4, 200, 0.012).asks(60, 100, 100)
+    interval.setup = replace(SETUP, threads=1, processors=4)
+    assert interval.named[0] == "threads"
+
+
+@pytest.mark.parametrize(
+    ("setup", "remedy"),
+    [
+        (replace(SETUP, token_budget=8), "--token-budget"),
+        (SETUP, "--prefill-step"),
+    ],
+)
+def test_chunks_that_are_too_small_are_named(setup: Setup, remedy: str) -> None:
+    """Prompts crawl while the machine's arithmetic is hardly used."""
+    interval = Interval().prompts(3000, 8, 300, 0.012).asks(30, 800, 8)
+    interval.setup = setup
+    found = findings(interval.seen)[0]
+    assert found.name == "chunk_too_small"
+    assert remedy in found.sentence + found.remedy
+
+
+def test_chunks_that_are_too_large_are_named() -> None:
+    """Streams stutter, and the model is blamed."""
+    interval = Interval().decodes(1000, 8, 200, 0.015).both(60, 8, 500, 0.4, 0.015)
+    interval.asks(60, 500, 100)
+    interval.traffic.delayed_time = 20 * SECOND
+    assert interval.named[0] == "chunk_too_large"
+
+
+@pytest.mark.parametrize("reuses", [True, False])
+def test_beginnings_that_are_computed_again_are_named(reuses: bool) -> None:
+    """The cheapest speed there is stays unused."""
+    interval = Interval().prompts(400, 64, 500, 0.06).decodes(1000, 2, 300, 0.012).asks(50, 900, 20)
+    interval.traffic.reusable_tokens = 40_000
+    interval.setup = replace(SETUP, reuses_prefixes=reuses)
+    found = findings(interval.seen)[0]
+    assert found.name == "cold_prefix"
+    assert ("--prefix-reuse on" in found.remedy) is not reuses
+
+
+def test_long_prompts_are_bound_by_arithmetic_and_named() -> None:
+    """Quantized KV is tried where nothing reads it."""
+    found = findings(Interval().prompts(700, 64, 900, 0.07).asks(20, 2000, 4).seen)[0]
+    assert found.name == "long_prompts"
+    assert "bound by compute" in found.sentence
+
+
+def test_long_contexts_are_bound_by_memory_and_named() -> None:
+    """Compute that is idle is taken for starvation."""
+    found = findings(Interval().decodes(1000, 8, 2000, 0.05).asks(20, 1500, 400).seen)[0]
+    assert found.name == "long_contexts"
+    assert "bound by memory" in found.sentence
+    assert "KV is 80 % of the bytes" in found.sentence
+
+
+def test_every_finding_names_what_would_not_help() -> None:
+    """An operator tries the tempting change first."""
+    interval = healthy()
+    interval.traffic.refused["queue_full"] = 30
+    interval.sampling = 0.5
+    for finding in findings(interval.seen):
+        assert finding.remedy
+        assert finding.in_vain
+        assert finding.helps in ("prefill", "decode", "both", "none")
+        assert 0.0 < finding.weight <= 1.0
+
+
+# --- Figures ----------------------------------------------------------------------------------
+
+
+def test_phases_are_held_against_the_roofline() -> None:
+    """A share of a peak would be of something else."""
+    seen = Interval().decodes(100, 4, 1000, 0.02).seen
+    decode = seen.decode
+    assert decode.weight_bytes == 100 * 90_000_000
+    assert decode.kv_bytes == 100 * 4 * 1000 * 23_000
+    assert decode.seconds == pytest.approx(2.0)
+    assert decode.memory_share == pytest.approx((0.009e12 + 0.0092e12) / 20e9 / 2.0)
+    assert decode.operations == pytest.approx(100 * 4 * (260e6 + 35e6))
+    assert decode.binds == "memory"
+    assert seen.prefill.seconds == 0.0
+    assert seen.busy == pytest.approx(2 / 60)
+
+
+def test_quantiles_are_right_to_a_bucket() -> None:
+    """The 99th percentile would be anybody's guess."""
+    interval = Interval().decodes(990, 1, 10, 0.010).decodes(10, 1, 10, 0.080)
+    row = interval.mixtures[0]
+    assert 0.010 <= duration_quantile(row, 0.5) <= 0.0119
+    assert 0.080 <= duration_quantile(row, 0.995) <= 0.0952
+    assert duration_quantile(np.zeros(85, np.int64), 0.5) == 0.0
+
+
+def test_an_interval_is_what_came_between() -> None:
+    """Yesterday's traffic would hide today's."""
+    before = healthy().counts
+    later = healthy().decodes(100, 8, 50, 0.02).asks(7, 60, 5)
+    counts = replace(later.counts, at=before.at + 5 * SECOND).since(before)
+    assert counts.at == 5 * SECOND
+    assert counts.phases[0].tolist() == [100, 2 * SECOND, 800, 40_000, 800]
+    assert counts.traffic.requests == 7
+    assert counts.traffic.prompt_tokens == Counter(a=420)
+
+
+# --- Traffic ----------------------------------------------------------------------------------
+
+
+def test_what_could_be_reused_is_counted_by_scope() -> None:
+    """The promise of a cache would include what other tenants sent."""
+    traffic = Traffic(block_tokens=4)
+    text = np.arange(1, 14, dtype=np.int32)  # three blocks and a token
+    traffic.came("a", 1, text)
+    assert traffic.counts.reusable_tokens == 0
+    traffic.came("b", 2, text)
+    assert traffic.counts.reusable_tokens == 0
+    traffic.came("a", 1, text)
+    assert traffic.counts.reusable_tokens == 12
+    other = text.copy()
+    other[5] = 99
+    traffic.came("a", 1, other)
+    assert traffic.counts.reusable_tokens == 16
+    traffic.came("a", 1, text[:4])  # its last token is always computed
+    assert traffic.counts.reusable_tokens == 19
+    assert traffic.counts.prompt_tokens == Counter(a=43, b=13)
+
+
+def test_a_receipt_is_counted_once() -> None:
+    """Shares of time would not be of all time."""
+    traffic = Traffic(4)
+    traffic.ended("a", receipt_of_waiting(EndReason.CANCELLED, 5, 1000))
+    assert traffic.counts.ended == 1
+    assert traffic.counts.life_time == traffic.counts.queued_time == 1000
+
+
+def test_lengths_are_known_to_a_factor_of_two() -> None:
+    """A profile of the traffic would be off by more than it says."""
+    assert [class_of(length) for length in (0, 1, 2, 3, 4, 5, 1024, 1025)] == [
+        *(0, 0, 1, 2, 2, 3, 10, 11)
+    ]
+    counts = np.zeros(CLASSES, np.int64)
+    counts[3], counts[10] = 95, 5
+    assert class_quantile(counts, 0.5) == 8
+    assert class_quantile(counts, 0.99) == 1024
+    assert class_quantile(np.zeros(CLASSES, np.int64), 0.5) == 0
+
+
+# --- Predictions ------------------------------------------------------------------------------
+
+
+def test_more_sequences_are_predicted_from_batches_that_were_seen() -> None:
+    """The advice to raise the batch would promise what does not come."""
+    interval = Interval()
+    for sequences in (1, 2, 4, 8):
+        interval.decodes(100, sequences, 200, 0.008 + 0.001 * sequences)
+    model = fit(interval.seen, interval.counts)
+    assert model is not None
+    assert model.each == pytest.approx(0.001, rel=0.02)
+    assert model.decode_step(16) == pytest.approx(0.024, rel=0.05)
+    more = predict(model, interval.seen, {"bf16": 23_000})[0]
+    assert more.tokens_per_second is not None
+    assert more.tokens_per_second > model.sequences / model.decode_step(model.sequences)
+
+
+def test_a_smaller_kv_format_helps_where_kv_is_read() -> None:
+    """It would be recommended where nothing reads it."""
+    formats = {"bf16": 23_000, "int8": 12_000}
+
+    def gain(context: int) -> float:
+        interval = Interval().decodes(500, 8, context, 0.05)
+        model = fit(interval.seen, interval.counts)
+        assert model is not None
+        int8 = next(p for p in predict(model, interval.seen, formats) if p.change == "KV in int8")
+        assert int8.decode_step_seconds is not None
+        return 0.05 / int8.decode_step_seconds
+
+    assert gain(4000) > 1.5
+    assert gain(20) < 1.05
+
+
+def test_nothing_is_predicted_of_nothing() -> None:
+    """A server without traffic would be given advice."""
+    interval = Interval()
+    assert fit(interval.seen, interval.counts) is None
