@@ -241,6 +241,12 @@ class Engine:
         return report.prefix_nanoseconds / 1e9 if report is not None else 0.0
 
     @property
+    def compute_totals(self) -> tuple[int, int, int]:
+        """Nanoseconds of all steps, of them on receipts, and of them on nobody's; any thread."""
+        report = self._last_report
+        return (0, 0, 0) if report is None else report.compute_totals
+
+    @property
     def alive(self) -> bool:
         """Whether the thread runs."""
         return self._thread.is_alive()

@@ -28,6 +28,7 @@ from kvledger.logprobs import TokenLogprobs
 from kvledger.rpc.answers import answer_output
 from kvledger.rpc.calls import this_call
 from kvledger.rpc.errors import Metadata, abort
+from kvledger.rpc.labels import client_request_id
 from kvledger.rpc.prompts import PromptEncoder
 from kvledger.rpc.samples import PlainDeltas, SampleStream
 from kvledger.rpc.translation import (
@@ -104,6 +105,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         stream: _Stream | None = None
         try:
             check_generate(request, self._model.tokenizer.vocabulary_size)
+            label = client_request_id(context.invocation_metadata())
             if not self._model.answers_to(request.model):
                 raise ModelUnknown
             tokenizer = self._model.tokenizer
@@ -136,6 +138,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 samples=len(samples),
                 prompt_logprobs=_prompt_logprobs(request),
                 scopes=self._claim(request, tenant, prompt, shared_tokens),
+                label=label,
             )
             # While tokens are made for it, its mailbox says how long it may leave them.
             call.at_work = lambda: not ticket.mailbox.is_over
@@ -387,4 +390,5 @@ class _Stream:
             self._model.kv_format,
             self._model.layout.block_bytes,
             self._ticket.scopes.shares_public,
+            self._ticket.label,
         )
