@@ -201,6 +201,7 @@ class Engine:
         self._scores = PromptScores()
         self._stoppable: set[int] = set()  # sequences with tokens of their own that end them
         self._last_report: _core.Report | None = None
+        self._compute_before = core.compute_totals  # of whoever tried the core
         self._step_nanoseconds = 0
         self._last_beat = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -242,9 +243,13 @@ class Engine:
 
     @property
     def compute_totals(self) -> tuple[int, int, int]:
-        """Nanoseconds of all steps, of them on receipts, and of them on nobody's; any thread."""
+        """Nanoseconds of its steps, of them on receipts, and of them on nobody's; any thread."""
         report = self._last_report
-        return (0, 0, 0) if report is None else report.compute_totals
+        if report is None:
+            return (0, 0, 0)
+        steps, closed, unclaimed = report.compute_totals
+        before = self._compute_before
+        return (steps - before[0], closed - before[1], unclaimed - before[2])
 
     @property
     def alive(self) -> bool:

@@ -196,7 +196,7 @@ class Server:
         return BROKE if self._broke else 0
 
     async def _let_tenants_in(self) -> None:
-        self._books.start()
+        await self._books.start()
         await compute_public_prefixes(self._scopes, self._admission)
         shareable = self._engine.shareable_blocks
         self._admission.set_pool(replace(self._model.pool, blocks=shareable))

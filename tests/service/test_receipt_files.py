@@ -185,7 +185,7 @@ def test_a_disk_without_room_gets_all_of_it_later(tmp_path: Path, log: Log, erro
         assert all(each.endswith(b"\n") for each in receipts(tmp_path / "books"))
         disk.room = 1 << 20
         wait(lambda: files.waiting_count == 0)
-    assert receipts(tmp_path / "books") == [line(number) for number in range(100)]
+    assert content(tmp_path / "books") == [[HEADER, *map(line, range(100))]]  # in one file
     (told,) = log.of("books_not_written")  # once, not at each attempt
     assert told["reason"] == errno.errorcode[error]
     assert len(log.of("books_written_again")) == 1
@@ -262,6 +262,21 @@ def test_only_the_newest_line_of_its_kind_is_kept(tmp_path: Path) -> None:
         wait(lambda: files.waiting_count == 0)
     # Behind the receipts that it counts.
     assert receipts(tmp_path / "books") == [line(1), b'{"pool":4}\n']
+
+
+def test_a_newer_line_that_comes_meanwhile_is_kept(tmp_path: Path) -> None:
+    """The last account of a server that stops would be the one before the last."""
+    more = [b'{"pool":2}\n']
+
+    def write(descriptor: int, data: bytes) -> int:
+        if data == b'{"pool":1}\n' and more:
+            files.add_newest(more.pop())
+        return os.write(descriptor, data)
+
+    with files_in(tmp_path / "books", write=write) as files:
+        files.add_newest(b'{"pool":1}\n')
+        wait(lambda: not more)
+    assert receipts(tmp_path / "books") == [b'{"pool":1}\n', b'{"pool":2}\n']
 
 
 def test_a_stop_does_not_wait_for_a_full_disk(tmp_path: Path, log: Log) -> None:

@@ -75,6 +75,25 @@ class PoolAccount:
     states: Mapping[str, int]
     accounts: Sequence[AccountTime] = ()
 
+    def since(self, earlier: PoolAccount) -> PoolAccount:
+        """What came after an earlier moment of the same pool."""
+        before = {(each.is_scope, each.name): each for each in earlier.accounts}
+        nothing = AccountTime("", False, 0, 0, 0)
+        accounts = []
+        for each in self.accounts:
+            had = before.get((each.is_scope, each.name), nothing)
+            accounts.append(
+                AccountTime(
+                    each.name,
+                    each.is_scope,
+                    each.held - had.held,
+                    each.reserved - had.reserved,
+                    each.cached - had.cached,
+                )
+            )
+        states = {name: time - earlier.states[name] for name, time in self.states.items()}
+        return PoolAccount(self.elapsed - earlier.elapsed, states, accounts)
+
 
 @dataclass(frozen=True)
 class StepTime:

@@ -75,9 +75,13 @@ class Recorder:
         )
         self._settings, self._metrics = settings, metrics
         self._files: ReceiptFiles | None = None
+        self._before: PoolAccount | None = None  # when it began
 
-    def start(self) -> None:
-        """Begins to keep receipts. Raises SettingRefused if the folder cannot be used."""
+    async def start(self) -> None:
+        """Begins to keep receipts. Raises SettingRefused if the folder cannot be used.
+
+        The pool's account counts from here on, not from when the core was made.
+        """
         settings, watch = self._settings, self._metrics.watch_count
         if settings.books is None:
             return
@@ -87,6 +91,7 @@ class Recorder:
             lines.encoded(lines.replica_line(self._replica)),
             settings.books_file_bytes,
         )
+        self._started, self._before = time.monotonic_ns(), await self._ask()
         _log.info("books_kept", replica=self._replica.id)
         self._metrics.watch(
             "kvledger_books_receipts_waiting",
@@ -135,12 +140,9 @@ class Recorder:
         """Writes the pool's account as it is now."""
         if self._files is None:
             return
-        pool: PoolAccount | None = None
-        if self._snapshot is not None:
-            try:
-                pool = await asyncio.wait_for(self._snapshot(), _SNAPSHOT_SECONDS)
-            except Exception:  # the engine is gone, or hangs: then the rest is told all the same
-                _log.warning("pool_not_stated", exc_info=True)
+        pool = await self._ask() if self._before is not None else None
+        if pool is not None and self._before is not None:
+            pool = pool.since(self._before)
         elapsed = time.monotonic_ns() - self._started
         line = lines.pool_line(
             self._replica,
@@ -152,6 +154,16 @@ class Recorder:
             is_last,
         )
         self._files.add_newest(lines.encoded(line))
+
+    async def _ask(self) -> PoolAccount | None:
+        """The pool's account since the core was made."""
+        if self._snapshot is None:
+            return None
+        try:
+            return await asyncio.wait_for(self._snapshot(), _SNAPSHOT_SECONDS)
+        except Exception:  # the engine is gone, or hangs: then the rest is told all the same
+            _log.warning("pool_not_stated", exc_info=True)
+            return None
 
     async def close(self) -> None:
         """Brings all that waits to the disk."""

@@ -174,10 +174,13 @@ def _machine_page(statement: Statement) -> list[str]:
     page = [f"{machines.replicas} replica(s), {machines.since} to {machines.until}", ""]
     memory = [machines.cost[unit].memory for unit in units]
     compute = [machines.cost[unit].compute for unit in units]
-    page += _account_page("memory", "block-s", machines.blocks, units, memory, 0)
-    if machines.without_states:
-        page.append("(idle has what was cached, held by groups or by open requests, too, where")
-        page.append("replicas did not say how their blocks stood)")
+    states_are_known = machines.without_states < machines.replicas
+    page += _account_page("memory", "block-s", machines.blocks, units, memory, 0, states_are_known)
+    if machines.without_states and states_are_known:
+        page.append(
+            f"(of {machines.without_states} replica(s) that did not say how their blocks stood, "
+            "all that is not on receipts is called idle)"
+        )
     page.append("")
     page += _account_page("compute", "s", machines.time, units, compute, 1)
     return page
@@ -190,13 +193,18 @@ def _account_page(
     units: Sequence[str],
     costs: Sequence[Account],
     column: int,
+    states_are_known: bool = True,
 ) -> list[str]:
     accounts = [account, *costs]
     rows = [
         [names[column], *(_billionths(getattr(each, line)) for each in accounts)]
         for line, names in _LINES.items()
-        if names[column]
+        if names[column] and (states_are_known or line == "receipts")
     ]
+    if not states_are_known:
+        rows.append(
+            ["free, cached, or on no receipt yet", *(_billionths(each.idle) for each in accounts)]
+        )
     rows.append(["all", *(_billionths(each.all) for each in accounts)])
     return _table([title, unit, *units], rows, 1)
 

@@ -113,20 +113,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             tenant = call.tenant
             prompt, shared_tokens = await self._prompts.encode_shared(request, tenant.number)
             constraint = await self._constraint(request, context)
-            samples = [
-                SampleStream(
-                    index,
-                    answer_output(
-                        request,
-                        OutputText(tokenizer, list(request.stop.sequences), stop_ids),
-                        prompt,
-                        tokenizer,
-                    ),
-                    request.output,
-                    self._plain_deltas,
-                )
-                for index in range(request.samples if request.HasField("samples") else 1)
-            ]
+            samples = self._samples(request, prompt, stop_ids)
             ticket = self._admission.enter(
                 caller=Caller(tenant),
                 prompt=prompt,
@@ -172,6 +159,28 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         finally:
             if stream is not None:
                 stream.close()
+
+    def _samples(
+        self,
+        request: generation_pb2.GenerateRequest,
+        prompt: npt.NDArray[np.int32],
+        stop_ids: frozenset[int],
+    ) -> list[SampleStream]:
+        tokenizer = self._model.tokenizer
+        return [
+            SampleStream(
+                index,
+                answer_output(
+                    request,
+                    OutputText(tokenizer, list(request.stop.sequences), stop_ids),
+                    prompt,
+                    tokenizer,
+                ),
+                request.output,
+                self._plain_deltas,
+            )
+            for index in range(request.samples if request.HasField("samples") else 1)
+        ]
 
     def _claim(
         self,
