@@ -69,6 +69,10 @@ Report report_of(Engine& engine) {
           engine.ledger().balances(), engine.prefix_counts(), engine.compute_totals()};
 }
 
+py::tuple totals_of(const ComputeTotals& totals) {
+  return py::make_tuple(totals.steps, totals.closed, totals.unclaimed);
+}
+
 py::dict counts_of(const PrefixCounts& counts) {
   return py::dict("lookups"_a = counts.lookups, "reused_tokens"_a = counts.reused_tokens,
                   "inserted"_a = counts.inserted, "evicted"_a = counts.evicted,
@@ -444,10 +448,7 @@ void bind_report(py::module_& module) {
           "prefix_nanoseconds", [](const Report& r) { return r.prefixes.nanoseconds; },
           "Time spent on reuse so far, where prefixes are timed.")
       .def_property_readonly(
-          "compute_totals",
-          [](const Report& r) {
-            return py::make_tuple(r.compute.steps, r.compute.closed, r.compute.unclaimed);
-          },
+          "compute_totals", [](const Report& r) { return totals_of(r.compute); },
           "Nanoseconds of all steps so far, and of them those on receipts, and those of requests "
           "that ended while their last step ran; core/compute_time.h.")
       .def_property_readonly("balances", &balances_of,
@@ -588,6 +589,10 @@ void bind_engine(py::module_& module) {
             self.engine().end(as_span(ids), end_reason(reason), now);
           },
           py::arg("ids").noconvert(), py::arg("reason"), py::arg("now"))
+      .def_property_readonly(
+          "compute_totals",
+          [](const BoundEngine& self) { return totals_of(self.engine().compute_totals()); },
+          "As in reports.")
       .def_property_readonly(
           "sequence_tokens_max",
           [](const BoundEngine& self) { return self.engine().sequence_tokens_max(); })

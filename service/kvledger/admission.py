@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 
+from kvledger.books.lines import EndedRequest
 from kvledger.engine import EndReason, Engine, Job
 from kvledger.errors import (
     InvalidRequest,
@@ -81,6 +82,7 @@ class Ticket:
     usage: TenantUsage  # of its tenant
     constraint: Constraint | None = None
     scopes: ScopeClaim = NO_CLAIM
+    label: str = ""
 
     @property
     def sequences(self) -> range:
@@ -96,6 +98,7 @@ class _Entry:
     constraint: Constraint | None
     place: Place
     scopes: ScopeClaim
+    label: str
 
 
 class _EngineFlow:
@@ -130,6 +133,8 @@ class Admission:
         set_shares: Callable[[Sequence[CoreShare]], None] = lambda shares: None,
         on_refusal: Callable[[str], None] = lambda reason: None,
         on_receipt: Callable[[Receipt, bool], None] = lambda receipt, shares_public: None,
+        price: Callable[[Receipt], Receipt] = lambda receipt: receipt,
+        record: Callable[[EndedRequest], None] = lambda ended: None,
     ) -> None:
         """`context_tokens` is the model's context window, `queued_max` the most that may wait.
 
@@ -137,7 +142,8 @@ class Admission:
         that may wait over all tenants. With a `pool`, `set_shares` is told what tenants may have of
         it whenever that changes. `on_refusal` is told why a request did not enter: one of
         metrics.REFUSALS. `on_receipt` is told each receipt, and whether what the request shares is
-        a public prefix.
+        a public prefix; `record` each request that has ended, with a receipt or not; `price` puts
+        its cost into each receipt.
         """
         self._engine = engine
         self._context_tokens = context_tokens
@@ -145,13 +151,14 @@ class Admission:
         self._set_shares = set_shares
         self._on_refusal = on_refusal
         self._on_receipt = on_receipt
+        self._record = record
         self._mailboxes = mailboxes
         self._next_sequence = 1
         self._entries: dict[int, _Entry] = {}
         self._metered: dict[int, TenantUsage] = {}  # by sequence, where tokens are counted
         self._draining = False
         self.streams = Streams(
-            mailboxes, _EngineFlow(engine), self._on_end, places, on_begin=self._on_begin
+            mailboxes, _EngineFlow(engine), self._on_end, places, self._on_begin, price
         )
 
     @property
@@ -233,12 +240,13 @@ class Admission:
         samples: int = 1,
         prompt_logprobs: int | None = None,
         scopes: ScopeClaim = NO_CLAIM,
+        label: str = "",
     ) -> Ticket:
         """Submits a request to the engine, or lets it wait for others of its tenant to end.
 
         Raises InvalidRequest, TenantClosed, TenantLimitReached, QueueFull, QueuedTokensFull or
         ServerDraining. `max_tokens` None is the room there is.
-        `scopes` is held until the request has its receipt.
+        `scopes` is held until the request has its receipt; `label` is its client's name for it.
         """
         arrived_at = time.monotonic_ns()
         try:
@@ -253,7 +261,8 @@ class Admission:
         constraint = sampling.changes.constraint
         place = Place(usage, len(prompt))
         prefix_scopes = scopes.hold()
-        entry = _Entry(secrets.token_hex(16), caller.name, samples, constraint, place, scopes)
+        request_id = secrets.token_hex(16)
+        entry = _Entry(request_id, caller.name, samples, constraint, place, scopes, label)
         self._entries[sequence] = entry
         mailbox = self.streams.open(sequence, samples)
         job = Job(
@@ -271,7 +280,7 @@ class Admission:
             scopes=prefix_scopes,
         )
         self._take_in(job, place, arrived_at)
-        return Ticket(entry.request_id, sequence, mailbox, len(prompt), usage, constraint, scopes)
+        return Ticket(request_id, sequence, mailbox, len(prompt), usage, constraint, scopes, label)
 
     def _let_in(self, caller: Caller, tokens: int, now: int) -> TenantUsage:
         """The caller's tenant, if a prompt of so many tokens may enter."""
@@ -379,8 +388,19 @@ class Admission:
         entry = self._entries.pop(sequence)
         place, usage = entry.place, entry.place.usage
         entry.scopes.release()
+        shares_public = entry.scopes.shares_public
         if receipt is not None:
-            self._on_receipt(receipt, entry.scopes.shares_public)
+            self._on_receipt(receipt, shares_public)
+        self._record(
+            EndedRequest(
+                entry.request_id,
+                entry.tenant,
+                entry.samples,
+                entry.label,
+                shares_public,
+                receipt,
+            )
+        )
         self._quotas.usage.move(place, None)
         usage.note_finish(time.monotonic())
         if self._metered:

@@ -202,6 +202,7 @@ class Engine:
         self._scores = PromptScores()
         self._stoppable: set[int] = set()  # sequences with tokens of their own that end them
         self._last_report: _core.Report | None = None
+        self._compute_before = core.compute_totals  # of whoever tried the core
         self._step_nanoseconds = 0
         self._forward_nanoseconds = 0  # of that, the model
         self._sampling_nanoseconds = 0  # and choosing tokens
@@ -252,6 +253,16 @@ class Engine:
         """Of that and of commits, what finding, keeping and evicting prefixes took."""
         report = self._last_report
         return report.prefix_nanoseconds / 1e9 if report is not None else 0.0
+
+    @property
+    def compute_totals(self) -> tuple[int, int, int]:
+        """Nanoseconds of its steps, of them on receipts, and of them on nobody's; any thread."""
+        report = self._last_report
+        if report is None:
+            return (0, 0, 0)
+        steps, closed, unclaimed = report.compute_totals
+        before = self._compute_before
+        return (steps - before[0], closed - before[1], unclaimed - before[2])
 
     @property
     def alive(self) -> bool:

@@ -19,6 +19,8 @@ from dataclasses import replace
 import structlog
 
 from kvledger.admission import Admission
+from kvledger.books.lines import StepTime
+from kvledger.books.recorder import Recorder
 from kvledger.constraints.compiler import ConstraintCompiler
 from kvledger.engine import Engine, StepOutcome
 from kvledger.errors import SettingRefused
@@ -71,6 +73,7 @@ class Server:
         self._prefix_metrics = PrefixMetrics(
             self._metrics, lambda: self._engine.prefix_counts, lambda: len(self._scopes)
         )
+        self._books = _books_of(settings, model, self._engine, self._metrics)
         self._admission = Admission(
             self._engine,
             model.config.context_tokens,
@@ -82,6 +85,8 @@ class Server:
             set_shares=self._engine.set_shares,
             on_refusal=self._metrics.refused,
             on_receipt=self._prefix_metrics.request_ended,
+            price=self._books.price,
+            record=self._books.record,
         )
         self._scopes = _scopes_of(settings, model, self._admission)
         self._prompts = PromptEncoder(model.tokenizer, settings.max_queued)
@@ -146,6 +151,7 @@ class Server:
         except BaseException:
             self._engine.stop(_LAST_WORDS)
             self._close_metrics()
+            await self._books.close()
             raise
         # What is loaded stays: the collector need not look at it again and again.
         gc.collect()
@@ -157,6 +163,7 @@ class Server:
             asyncio.create_task(self._watch_heartbeat()),
             asyncio.create_task(self._watch_front()),
             asyncio.create_task(self.registry.watch()),
+            asyncio.create_task(self._books.watch()),
         )
         _log.info(
             "serving",
@@ -177,16 +184,19 @@ class Server:
             watch.cancel()
         await self._end_open_requests()
         await self._front.stop(_LAST_WORDS)
+        await self._books.state_pool(is_last=True)
         if not self._engine.stop(_LAST_WORDS):
             _log.error("engine_hangs", silence_seconds=round(self._engine.silence_seconds, 1))
             self._broke = True
         self._prompts.close()
         self._close_metrics()
         await self._constraints.stop()
+        await self._books.close()
         _log.info("stopped", open_requests=len(self._admission.open_requests))
         return BROKE if self._broke else 0
 
     async def _let_tenants_in(self) -> None:
+        await self._books.start()
         await compute_public_prefixes(self._scopes, self._admission)
         shareable = self._engine.shareable_blocks
         self._admission.set_pool(replace(self._model.pool, blocks=shareable))
@@ -299,6 +309,24 @@ class Server:
         self._admission.end_all()
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._admission.streams.wait_until_empty(), _LAST_WORDS)
+
+
+def _books_of(settings: Settings, model: ServedModel, engine: Engine, metrics: Metrics) -> Recorder:
+    """Raises SettingRefused if what it is told to use cannot be used."""
+
+    def steps() -> StepTime:
+        steps, _, unclaimed = engine.compute_totals
+        return StepTime(steps, unclaimed)
+
+    return Recorder(
+        settings,
+        model=model.id,
+        kv_format=model.kv_format,
+        blocks=model.blocks,
+        block_bytes=model.layout.block_bytes,
+        steps=steps,
+        metrics=metrics,
+    )
 
 
 def _scopes_of(settings: Settings, model: ServedModel, admission: Admission) -> Scopes:

@@ -24,6 +24,7 @@ from pydantic_settings import (
 )
 
 from kvledger.address import socket_path, why_no_address
+from kvledger.books.options import BooksSettings
 from kvledger.certificates import CertificateFiles
 from kvledger.errors import SettingRefused
 from kvledger.log import LogFormat, LogLevel
@@ -43,7 +44,7 @@ _OTHER_VARIABLES = frozenset(
 NOWHERE = "none"
 
 
-class Settings(BaseSettings):
+class Settings(BooksSettings, BaseSettings):
     """Everything that can be set, with units in the descriptions."""
 
     model_config = SettingsConfigDict(

@@ -14,10 +14,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
+from kvledger.books.prices import Cost
 from kvledger.engine import EndReason, StepOutcome
 from kvledger.logprobs import PromptLogprobs, TokenLogprobs
+
+# Nanoseconds.
+_SECOND = 10**9
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,36 @@ class Receipt:
     # Block-time of the shared scope's blocks, at full weight.
     scope_seconds: int = 0
     scope_nanos: int = 0
+    # Of `queued`, after preemptions.
+    requeued: int = 0
+    # Its part of the time of steps.
+    compute: int = 0
+    # Tokens that would have been computed without kept keys and values.
+    uncached_tokens: int = 0
+    # Block-time that sharing with others of its tenant saved.
+    saved_seconds: int = 0
+    saved_nanos: int = 0
+    cost: Cost | None = None
+
+    @property
+    def held_time(self) -> int:
+        """Block-nanoseconds held."""
+        return self.held_seconds * _SECOND + self.held_nanos
+
+    @property
+    def reserved_time(self) -> int:
+        """Block-nanoseconds reserved and not held."""
+        return self.reserved_seconds * _SECOND + self.reserved_nanos
+
+    @property
+    def scope_time(self) -> int:
+        """Block-nanoseconds of the shared scope's blocks, at full weight."""
+        return self.scope_seconds * _SECOND + self.scope_nanos
+
+    @property
+    def saved_time(self) -> int:
+        """Block-nanoseconds that it did not hold because it shared blocks."""
+        return self.saved_seconds * _SECOND + self.saved_nanos
 
     @property
     def cached_prompt_tokens(self) -> int:
@@ -236,16 +270,19 @@ class Streams:
         on_end: Callable[[int, Receipt | None], None],
         places: int = 0,
         on_begin: Callable[[int], None] = lambda first: None,
+        price: Callable[[Receipt], Receipt] = lambda receipt: receipt,
     ) -> None:
         """`on_end` is told each request's first sequence and its receipt, exactly once.
 
         There is no receipt for a request that the core refused to take. `places` is how many
-        sequences may run at once. `on_begin` is told each request that was admitted, once.
+        sequences may run at once. `on_begin` is told each request that was admitted, once. `price`
+        says what a receipt costs, once for each, before anybody is told of it.
         """
         self._limits = limits
         self._flow = flow
         self._on_end = on_end
         self._on_begin = on_begin
+        self._price = price
         # Is shown (sequence, token, end reason) of every token that comes, where somebody counts.
         self.meter: Callable[[Sequence[tuple[int, int, int]]], None] | None = None
         self._mailboxes: dict[int, Mailbox] = {}
@@ -357,6 +394,7 @@ class Streams:
             self._on_begin(first)
 
     def _close(self, sequence: int, receipt: Receipt) -> None:
+        receipt = self._price(receipt)
         self._remove(sequence).finish(receipt)
         self._on_end(sequence, receipt)
 
@@ -392,6 +430,6 @@ def receipt_of_waiting(end_reason: EndReason, prompt_tokens: int, queued: int) -
 
 
 def _receipt(row: object) -> Receipt:
-    values = {name: int(row[name]) for name in row.dtype.names}  # type: ignore[attr-defined,index]
+    values: dict[str, Any] = {name: int(row[name]) for name in row.dtype.names}  # type: ignore[attr-defined,index]
     del values["sequence"], values["tenant"]
     return Receipt(end_reason=EndReason(values.pop("end_reason")), **values)

@@ -218,6 +218,31 @@ TEST_CASE("a closed account can be opened again and starts from nothing") {
   CHECK(ledger.statement(kBen).closed_time == 0);
 }
 
+TEST_CASE("what sharing a block saved is what each would have held more alone") {
+  // If this fails, a receipt praises what was not saved, or calls a saving nothing.
+  Ledger ledger(blocks(2), 0);
+  const RequestAccount first = ledger.open(kAnna);
+  const RequestAccount second = ledger.open(kAnna);
+  ledger.reserve(first, blocks(1));
+  ledger.acquire(first, BlockId{0});
+  ledger.advance(10);
+  const Nanoseconds stamp = ledger.join(second, BlockId{0}, 1);
+  ledger.advance(30);
+  ledger.leave(first, BlockId{0}, 0);
+  ledger.advance(35);
+  ledger.release(second, BlockId{0}, stamp);
+  const Statement alone = ledger.close(first);
+  const Statement joined = ledger.close(second);
+  CHECK((alone.held == 10 + 20 / 2));
+  CHECK((alone.saved == 20 / 2));
+  CHECK((joined.held == 20 / 2 + 5));
+  CHECK((joined.saved == 20 / 2));
+  const RequestAccount again = ledger.open(kAnna);
+  ledger.advance(99);
+  CHECK((ledger.close(again).saved == 0));
+  check_balances(ledger, {2, 0, 0, 0, 0});
+}
+
 TEST_CASE("accounts that are not open cannot be used") {
   // If this fails, blocks are booked to a request that has its receipt already.
   Ledger ledger(blocks(4), 0);

@@ -87,6 +87,10 @@ class RecordingCore:
         return self.core.shareable_blocks
 
     @property
+    def compute_totals(self) -> tuple[int, int, int]:
+        return self.core.compute_totals
+
+    @property
     def prefix_counts(self) -> dict[str, int]:
         return self.core.prefix_counts
 

@@ -25,6 +25,7 @@ def run(arguments: Sequence[str]) -> int:
         settings.registry()
         settings.certificates()
         settings.operators_certificates()
+        settings.require_books()
         for file in settings.public_files():
             file.text()
         for option, address in settings.addresses.items():

@@ -28,6 +28,7 @@ from kvledger.logprobs import TokenLogprobs
 from kvledger.rpc.answers import answer_output
 from kvledger.rpc.calls import this_call
 from kvledger.rpc.errors import Metadata, abort
+from kvledger.rpc.labels import client_request_id
 from kvledger.rpc.prompts import PromptEncoder
 from kvledger.rpc.samples import PlainDeltas, SampleStream
 from kvledger.rpc.translation import (
@@ -104,6 +105,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         stream: _Stream | None = None
         try:
             check_generate(request, self._model.tokenizer.vocabulary_size)
+            label = client_request_id(context.invocation_metadata())
             if not self._model.answers_to(request.model):
                 raise ModelUnknown
             tokenizer = self._model.tokenizer
@@ -111,20 +113,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             tenant = call.tenant
             prompt, shared_tokens = await self._prompts.encode_shared(request, tenant.number)
             constraint = await self._constraint(request, context)
-            samples = [
-                SampleStream(
-                    index,
-                    answer_output(
-                        request,
-                        OutputText(tokenizer, list(request.stop.sequences), stop_ids),
-                        prompt,
-                        tokenizer,
-                    ),
-                    request.output,
-                    self._plain_deltas,
-                )
-                for index in range(request.samples if request.HasField("samples") else 1)
-            ]
+            samples = self._samples(request, prompt, stop_ids)
             ticket = self._admission.enter(
                 caller=Caller(tenant),
                 prompt=prompt,
@@ -136,6 +125,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 samples=len(samples),
                 prompt_logprobs=_prompt_logprobs(request),
                 scopes=self._claim(request, tenant, prompt, shared_tokens),
+                label=label,
             )
             # While tokens are made for it, its mailbox says how long it may leave them.
             call.at_work = lambda: not ticket.mailbox.is_over
@@ -169,6 +159,28 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         finally:
             if stream is not None:
                 stream.close()
+
+    def _samples(
+        self,
+        request: generation_pb2.GenerateRequest,
+        prompt: npt.NDArray[np.int32],
+        stop_ids: frozenset[int],
+    ) -> list[SampleStream]:
+        tokenizer = self._model.tokenizer
+        return [
+            SampleStream(
+                index,
+                answer_output(
+                    request,
+                    OutputText(tokenizer, list(request.stop.sequences), stop_ids),
+                    prompt,
+                    tokenizer,
+                ),
+                request.output,
+                self._plain_deltas,
+            )
+            for index in range(request.samples if request.HasField("samples") else 1)
+        ]
 
     def _claim(
         self,
@@ -387,4 +399,5 @@ class _Stream:
             self._model.kv_format,
             self._model.layout.block_bytes,
             self._ticket.scopes.shares_public,
+            self._ticket.label,
         )

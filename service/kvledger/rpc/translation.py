@@ -135,7 +135,12 @@ def duration(nanoseconds: int) -> duration_pb2.Duration:
 
 
 def receipt_message(
-    receipt: Receipt, request_id: str, kv_format: str, block_bytes: int, shares_public: bool = False
+    receipt: Receipt,
+    request_id: str,
+    kv_format: str,
+    block_bytes: int,
+    shares_public: bool = False,
+    label: str = "",
 ) -> generation_pb2.Receipt:
     """A receipt as the contract says it; `shares_public`: not a group's, if anything is shared."""
     return generation_pb2.Receipt(
@@ -161,6 +166,14 @@ def receipt_message(
         stall_time=duration(receipt.paused),
         kv_format=kv_format,
         block_bytes=block_bytes,
+        compute_time=duration(receipt.compute),
+        cost=None if receipt.cost is None else generation_pb2.Cost(**vars(receipt.cost)),
+        uncached_tokens=receipt.uncached_tokens,
+        sharing_saved=generation_pb2.BlockTime(
+            seconds=receipt.saved_seconds, nanos=receipt.saved_nanos
+        ),
+        preempted_time=duration(receipt.requeued),
+        client_request_id=label,
     )
 
 

@@ -1,0 +1,1 @@
+"""What the books say outside the core: prices, receipts on disk, statements."""

@@ -1,0 +1,404 @@
+"""Statements from the files of --books: who used what, and what nobody used, over many replicas.
+
+All numbers are whole and exact. For each replica the lines of the machine add up: what receipts
+have, what shared scopes held, what was cached, what was free, and what is on receipts of another
+time, is blocks x time; and so for the time of steps, and for what both cost. What cannot be divided
+goes to the idle line.
+
+Reading never fails for a line: one that is torn, because its process was killed while it wrote, is
+counted, and so is one that says nothing readable. A receipt that stands in several files, because a
+disk failed between two attempts, counts once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from kvledger.books.lines import LOST, VERSION
+from kvledger.books.prices import Prices
+from kvledger.errors import SettingRefused
+
+# What receipts can be summed by.
+KEYS = ("tenant", "model", "replica", "end", "day")
+
+# Of a receipt's line: what is summed.
+COUNTS = (
+    *("prompt_tokens", "output_tokens", "computed_tokens", "recomputed_tokens", "shared_tokens"),
+    *("reused_own_tokens", "reused_group_tokens", "reused_public_tokens", "uncached_tokens"),
+    *("held", "reserved", "sharing_saved", "preemptions", "queue", "preempted", "compute"),
+)
+_COSTS = ("memory_nanos", "compute_nanos")
+_POOL_COUNTS = ("elapsed", "steps", "unclaimed", "receipts", "lost")
+_STATES = ("free", "reserved", "held", "cached", "releasing")
+
+
+@dataclass
+class Money:
+    """Billionths of a unit."""
+
+    memory: int = 0
+    compute: int = 0
+
+
+@dataclass
+class Sums:
+    """What some requests came to: nanoseconds, block-nanoseconds, tokens."""
+
+    requests: int = 0
+    # Of them, those of which only this is known: the engine was gone.
+    without_numbers: int = 0
+    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
+    cost: dict[str, Money] = field(default_factory=dict)  # by unit
+
+    def add(self, receipt: Mapping[str, Any], unit: str | None) -> None:
+        """One receipt more."""
+        self.requests += 1
+        if receipt["end"] == LOST:
+            self.without_numbers += 1
+            return
+        for name in COUNTS:
+            self.counts[name] += receipt[name]
+        if unit is not None:
+            money = self.cost.setdefault(unit, Money())
+            money.memory += receipt["memory_nanos"]
+            money.compute += receipt["compute_nanos"]
+
+
+@dataclass
+class Account:
+    """Where a machine's block-time and time went, or what that cost: lines that add up to `all`.
+
+    `idle` is for blocks that were free, or for time in which no step ran; `elsewhere` is on
+    receipts of another time, or on none yet, less what these receipts have of another time: so it
+    may be negative.
+    """
+
+    all: int = 0
+    receipts: int = 0
+    scopes: int = 0
+    cached: int = 0
+    releasing: int = 0
+    unclaimed: int = 0
+    elsewhere: int = 0
+    idle: int = 0
+
+    def add(self, other: Account) -> None:
+        """The sums of both."""
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
+
+
+@dataclass
+class MachineCost:
+    """What the machines of one unit of money cost, in billionths."""
+
+    memory: Account = field(default_factory=Account)
+    compute: Account = field(default_factory=Account)
+
+
+@dataclass
+class Machines:
+    """All replicas together."""
+
+    replicas: int = 0
+    # Their accounts cover this time, as files say it; empty where there is none.
+    since: str = ""
+    until: str = ""
+    blocks: Account = field(default_factory=Account)  # block-nanoseconds
+    time: Account = field(default_factory=Account)  # nanoseconds
+    cost: dict[str, MachineCost] = field(default_factory=dict)  # by unit
+    # Replicas that did not say in which states their blocks were: `idle` has what was cached or
+    # held by shared scopes, too.
+    without_states: int = 0
+    # Replicas that said nothing of their time: all of it is missing.
+    without_account: int = 0
+
+
+@dataclass
+class Notes:
+    """What a reader of the sums should know."""
+
+    files: int = 0
+    torn_lines: int = 0
+    damaged_lines: int = 0
+    duplicates: int = 0
+    # Receipts that a replica counted and no file has, lost ones apart. Not known for a part of the
+    # time.
+    missing: int | None = 0
+    lost: int = 0
+
+
+@dataclass
+class Statement:
+    """Sums over receipts of a time, by what was asked for."""
+
+    groups: dict[tuple[str, ...], Sums] = field(default_factory=dict)
+    total: Sums = field(default_factory=Sums)
+    machines: Machines = field(default_factory=Machines)
+    notes: Notes = field(default_factory=Notes)
+
+
+@dataclass
+class _Replica:
+    """One process, over all its files."""
+
+    facts: Mapping[str, Any]
+    prices: Prices | None
+    own: Sums = field(default_factory=Sums)
+    receipts: int = 0  # in its files, of any time
+    first: Mapping[str, Any] | None = None  # the newest line of its pool before the time
+    last: Mapping[str, Any] | None = None  # and in it
+
+
+def state(
+    folders: Sequence[Path],
+    by: Sequence[str] = ("tenant", "model"),
+    since: str = "",
+    until: str = "",
+) -> Statement:
+    """Sums the files of some folders. Raises SettingRefused if there are none that can be read.
+
+    `since` and `until` are as in the files, the latter not included; empty is no bound. `by` are
+    some of KEYS.
+    """
+    statement, seen = Statement(), set[bytes]()
+    replicas: dict[str, _Replica] = {}
+    for path in _paths(folders):
+        statement.notes.files += 1
+        replica: _Replica | None = None
+        for line in _lines(path, statement.notes):
+            kind = line["kind"]
+            if kind == "replica":
+                replica = replicas.setdefault(line["replica"], _Replica(line, _prices(line)))
+            elif replica is None or not _is_whole(line, replica):
+                statement.notes.damaged_lines += 1
+            elif kind == "pool":
+                _note_pool(replica, line, since, until)
+            elif (key := bytes.fromhex(line["id"])) in seen:
+                statement.notes.duplicates += 1
+            else:
+                seen.add(key)
+                replica.receipts += 1
+                if since <= line["ended_at"] and (not until or line["ended_at"] < until):
+                    _add_receipt(statement, replica, line, by)
+    for replica in replicas.values():
+        _add_machine(statement.machines, replica)
+        _add_notes(statement.notes, replica)
+    if since or until:
+        statement.notes.missing = None
+    return statement
+
+
+def _paths(folders: Sequence[Path]) -> list[Path]:
+    found: dict[Path, None] = {}
+    for folder in folders:
+        if not folder.is_dir():
+            raise SettingRefused(f"{folder}: there is no such folder; give that of --books")
+        try:
+            paths = sorted(path for path in folder.iterdir() if path.match("books-*.jsonl"))
+        except OSError as error:
+            raise SettingRefused(f"{folder}: {error.strerror or error}") from None
+        found.update(dict.fromkeys(path.resolve() for path in paths))
+    if not found:
+        raise SettingRefused(f"{folders[0]}: it has no files of --books")
+    return list(found)
+
+
+def _lines(path: Path, notes: Notes) -> Iterator[dict[str, Any]]:
+    """The readable lines of a file, each with a kind; the others are counted."""
+    try:
+        with path.open("rb") as file:
+            for data in file:
+                if not data.endswith(b"\n"):
+                    notes.torn_lines += 1
+                    return
+                line = _parsed(data)
+                if line is None:
+                    notes.damaged_lines += 1
+                    continue
+                if line["kind"] == "replica" and line["format"] != VERSION:
+                    raise SettingRefused(
+                        f"{path}: format {line['format']}, this version reads {VERSION}; "
+                        "use the version of kvledger that wrote it"
+                    )
+                yield line
+    except OSError as error:
+        raise SettingRefused(f"{path}: {error.strerror or error}") from None
+
+
+def _parsed(data: bytes) -> dict[str, Any] | None:
+    try:
+        line = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(line, dict):
+        return None
+    kind = line.get("kind")
+    texts: tuple[str, ...]
+    numbers: tuple[str, ...]
+    if kind == "replica":
+        texts, numbers = ("replica", "model"), ("format", "blocks", "block_bytes")
+    elif kind == "pool":
+        texts, numbers = ("at",), _POOL_COUNTS
+    elif kind == "receipt":
+        texts = ("id", "ended_at", "tenant", "end")
+        numbers = () if line.get("end") == LOST else COUNTS
+    else:
+        return None
+    if all(isinstance(line.get(name), str) for name in texts) and _are_counts(line, numbers):
+        return line
+    return None
+
+
+def _are_counts(values: Mapping[str, Any], names: Sequence[str]) -> bool:
+    return all(type(values.get(name)) is int and values[name] >= 0 for name in names)
+
+
+def _prices(line: Mapping[str, Any]) -> Prices | None:
+    facts = line.get("prices")
+    try:
+        return None if facts is None else Prices.of(facts)
+    except (ValueError, ArithmeticError, KeyError, AttributeError, TypeError):
+        raise SettingRefused(
+            f"replica {line['replica']}: its prices {facts!r} cannot be read; put its files into "
+            "another folder"
+        ) from None
+
+
+def _is_whole(line: Mapping[str, Any], replica: _Replica) -> bool:
+    """Whether a line has what those of its replica have, besides what all have."""
+    if line["kind"] == "receipt":
+        try:
+            bytes.fromhex(line["id"])
+        except ValueError:
+            return False
+        return line["end"] == LOST or replica.prices is None or _are_counts(line, _COSTS)
+    states = line.get("states")
+    if states is None:
+        return True
+    accounts = line.get("accounts")
+    return (
+        isinstance(states, dict)
+        and _are_counts(states, _STATES)
+        and sum(states[name] for name in _STATES) == replica.facts["blocks"] * line["elapsed"]
+        and isinstance(accounts, list)
+        and all(isinstance(each, dict) and _are_counts(each, ("held",)) for each in accounts)
+    )
+
+
+def _note_pool(replica: _Replica, line: Mapping[str, Any], since: str, until: str) -> None:
+    if until and line["at"] >= until:
+        return
+    if line["at"] < since:
+        if replica.first is None or replica.first["elapsed"] <= line["elapsed"]:
+            replica.first = line
+    elif replica.last is None or replica.last["elapsed"] <= line["elapsed"]:
+        replica.last = line
+
+
+def _add_receipt(
+    statement: Statement, replica: _Replica, line: Mapping[str, Any], by: Sequence[str]
+) -> None:
+    values = {
+        "tenant": line["tenant"],
+        "model": replica.facts["model"],
+        "replica": replica.facts["replica"],
+        "end": line["end"],
+        "day": line["ended_at"][:10],
+    }
+    unit = None if replica.prices is None else replica.prices.unit
+    group = tuple(values[key] for key in by)
+    for sums in (statement.groups.setdefault(group, Sums()), statement.total, replica.own):
+        sums.add(line, unit)
+
+
+def _add_notes(notes: Notes, replica: _Replica) -> None:
+    newest = replica.last or replica.first
+    if newest is None:
+        return
+    notes.lost += newest["lost"]
+    if notes.missing is not None:
+        notes.missing += max(0, newest["receipts"] - newest["lost"] - replica.receipts)
+
+
+def _add_machine(machines: Machines, replica: _Replica) -> None:
+    if replica.last is None:
+        # One that had ended before the time, or began after it, has no part in it.
+        if replica.own.requests:
+            machines.without_account += 1
+        return
+    machines.replicas += 1
+    first, last = replica.first or {}, replica.last
+    since = first.get("at") or replica.facts.get("started_at") or ""
+    machines.since = min(machines.since or since, since)
+    machines.until = max(machines.until, last["at"])
+    used = {name: last[name] - first.get(name, 0) for name in _POOL_COUNTS}
+    blocks = _block_account(replica, used["elapsed"])
+    own = replica.own.counts["compute"]
+    time = Account(
+        all=used["elapsed"],
+        receipts=own,
+        unclaimed=used["unclaimed"],
+        elsewhere=used["steps"] - own - used["unclaimed"],
+        idle=used["elapsed"] - used["steps"],
+    )
+    machines.blocks.add(blocks)
+    machines.time.add(time)
+    machines.without_states += 0 if _has_states(replica) else 1
+    if replica.prices is not None:
+        _add_cost(machines, replica, replica.prices, blocks, time)
+
+
+def _block_account(replica: _Replica, elapsed: int) -> Account:
+    """Where a replica's block-time went."""
+    first, last = replica.first or {}, replica.last or {}
+    own = replica.own.counts["held"] + replica.own.counts["reserved"]
+    whole = replica.facts["blocks"] * elapsed
+    if not _has_states(replica):
+        return Account(all=whole, receipts=own, idle=whole - own)
+    states = {name: last["states"][name] - first.get("states", {}).get(name, 0) for name in _STATES}
+    scopes = _of_scopes(last) - _of_scopes(first)
+    return Account(
+        all=whole,
+        receipts=own,
+        scopes=scopes,
+        cached=states["cached"],
+        releasing=states["releasing"],
+        elsewhere=states["held"] + states["reserved"] - scopes - own,
+        idle=states["free"],
+    )
+
+
+def _has_states(replica: _Replica) -> bool:
+    """Whether it said how its blocks were at both ends of the time; at its start all were free."""
+    return all("states" in pool for pool in (replica.first, replica.last) if pool is not None)
+
+
+def _of_scopes(pool: Mapping[str, Any]) -> int:
+    return sum(each["held"] for each in pool.get("accounts", ()) if "scope" in each)
+
+
+def _add_cost(
+    machines: Machines, replica: _Replica, prices: Prices, blocks: Account, time: Account
+) -> None:
+    pool = replica.facts["blocks"]
+    money = replica.own.cost.get(prices.unit, Money())
+    cost = machines.cost.setdefault(prices.unit, MachineCost())
+    memory_rate, compute_rate = prices.memory_nanos(1, pool), prices.compute_nanos(1)
+    cost.memory.add(_priced(blocks, memory_rate, money.memory))
+    cost.compute.add(_priced(time, compute_rate, money.compute))
+
+
+def _priced(account: Account, rate: Fraction, receipts: int) -> Account:
+    """What an account cost, where its receipts say what they did; `idle` is what remains."""
+    priced = Account(**{name: int(value * rate // 1) for name, value in vars(account).items()})
+    priced.receipts = receipts
+    priced.idle = 0
+    lines = sum(vars(priced).values()) - priced.all
+    priced.idle = priced.all - lines
+    return priced
