@@ -588,6 +588,9 @@ void bind_engine(py::module_& module) {
             self.engine().end(as_span(ids), end_reason(reason), now);
           },
           py::arg("ids").noconvert(), py::arg("reason"), py::arg("now"))
+      .def(
+          "books", [](BoundEngine& self, std::int64_t now) { return self.engine().books(now); },
+          py::arg("now"), "The ledger's state at this time.")
       .def_property_readonly(
           "sequence_tokens_max",
           [](const BoundEngine& self) { return self.engine().sequence_tokens_max(); })
