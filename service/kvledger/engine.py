@@ -22,6 +22,7 @@ import structlog
 
 from kvledger import _core
 from kvledger.arrivals import as_arrays, share_numbers
+from kvledger.books.desk import BooksDesk
 from kvledger.errors import DeviceLost
 from kvledger.logit_changes import LogitChanges
 from kvledger.logprobs import PromptLogprobs, TokenLogprobs
@@ -193,6 +194,7 @@ class Engine:
         self._shares: list[CoreShare] | None = None  # set last, and not taken yet
         self._shares_set: list[CoreShare] = []
         self._shares_after = 0  # arrivals that came before them
+        self.books = BooksDesk(self._wakeup)
         self._stopping = False
         self._died = False
         self._open: dict[int, _Open] = {}
@@ -339,6 +341,8 @@ class Engine:
                 _log.exception("books_left_open")
             finally:
                 self._on_death()
+        finally:
+            self.books.close()
 
     def _close_the_books(self) -> None:
         """Ends what the core still has, so that everybody gets a receipt for what it took.
@@ -367,7 +371,7 @@ class Engine:
 
     def _has_news(self) -> bool:
         return (
-            bool(self._arrivals or self._ends or self._pauses or self._purges)
+            bool(self._arrivals or self._ends or self._pauses or self._purges or self.books.asked)
             or self._shares is not None
         )
 
@@ -502,6 +506,7 @@ class Engine:
                 self._scores.ask(job.sequence, job.prompt, job.prompt_logprobs)
 
     def _plan_with(self, news: _News) -> tuple[_core.Plan, _core.Report]:
+        self.books.answer(self._core)
         if news.shares is not None:
             self._core.set_shares(share_numbers(news.shares), time.monotonic_ns())
         if news.purges:

@@ -18,20 +18,30 @@ from dataclasses import replace
 
 import structlog
 
+from kvledger import self_test
 from kvledger.admission import Admission
+from kvledger.books.account_names import AccountNames
+from kvledger.books.process_memory import ProcessMemory
+from kvledger.books.reader import BooksReader
 from kvledger.constraints.compiler import ConstraintCompiler
 from kvledger.engine import Engine, StepOutcome
 from kvledger.errors import SettingRefused
 from kvledger.metrics import Metrics
 from kvledger.metrics_listener import MetricsListener
 from kvledger.prefix_metrics import PrefixMetrics
-from kvledger.public_prefixes import compute_public_prefixes
+from kvledger.public_prefixes import SERVER, compute_public_prefixes
 from kvledger.rpc.connections import KEEPALIVE, Keepalive
 from kvledger.rpc.front import Front
 from kvledger.rpc.generation import GenerationServicer
+from kvledger.rpc.ledger import LedgerServicer
 from kvledger.rpc.models import ModelServicer
 from kvledger.rpc.prompts import PromptEncoder
-from kvledger.rpc.services import generation_service, model_service
+from kvledger.rpc.services import (
+    generation_service,
+    ledger_service,
+    model_service,
+    statement_service,
+)
 from kvledger.sampling import Sampler
 from kvledger.scopes.claims import Scopes
 from kvledger.scopes.keys import KvIdentity
@@ -53,6 +63,9 @@ _LAST_WORDS = 2.0
 # How long a server that is done still answers callers, so that who is on the way hears UNAVAILABLE
 # with the reason; gRPC itself would only cancel them. In seconds.
 _LAME_DUCK = 0.25
+
+# Whom the server's own work is booked to.
+_OWN_TENANTS = {SERVER.number: SERVER.name, self_test.TENANT: "(self-test)"}
 
 
 class Server:
@@ -87,6 +100,15 @@ class Server:
         self._prompts = PromptEncoder(model.tokenizer, settings.max_queued)
         self._constraints = ConstraintCompiler(model.tokenizer)
         self._watch_metrics()
+        self._memory = _memory_of(model)
+        self._ledger = LedgerServicer(
+            BooksReader(self._engine.books.ask, settings.heartbeat_timeout),
+            AccountNames(self.registry, self._scopes.shared_owner, _OWN_TENANTS),
+            self._admission,
+            self._memory,
+            model.pool,
+            model.kv_format,
+        )
         self._front = Front(
             settings,
             [
@@ -101,10 +123,12 @@ class Server:
                     )
                 ),
                 model_service(ModelServicer(model, self._prompts)),
+                statement_service(self._ledger),
             ],
             self._metrics,
             self.registry,
             keepalive,
+            operators_services=[ledger_service(self._ledger)],
         )
         self._metrics_listener: MetricsListener | None = None
         self._stop_requested = asyncio.Event()
@@ -170,12 +194,14 @@ class Server:
         )
         if self._settings.dev:
             _log.warning("dev_mode", meaning="callers without identity are served as one tenant")
+        self._memory.serving()
         ready()
         await self._stop_requested.wait()
         await self._drain()
         for watch in watches:
             watch.cancel()
         await self._end_open_requests()
+        self._ledger.close()
         await self._front.stop(_LAST_WORDS)
         if not self._engine.stop(_LAST_WORDS):
             _log.error("engine_hangs", silence_seconds=round(self._engine.silence_seconds, 1))
@@ -299,6 +325,13 @@ class Server:
         self._admission.end_all()
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._admission.streams.wait_until_empty(), _LAST_WORDS)
+
+
+def _memory_of(model: ServedModel) -> ProcessMemory:
+    pool = model.blocks * model.layout.block_bytes
+    return ProcessMemory(
+        model.memory, model.weight_bytes, pool, lambda: model.llama.workspace_bytes
+    )
 
 
 def _scopes_of(settings: Settings, model: ServedModel, admission: Admission) -> Scopes:

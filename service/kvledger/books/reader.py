@@ -1,0 +1,64 @@
+"""Snapshots of the books for the event loop, as many as are good for the engine.
+
+Who asks while a snapshot is still to be taken shares it, and there are at most twenty a second: no
+number of callers keeps the engine from its steps. Who asks gets what is so after the call, never
+something older.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from kvledger import _core
+from kvledger.books.snapshot import Snapshot
+from kvledger.errors import BooksUnavailable
+
+# From one snapshot to the next, at least, in seconds.
+_INTERVAL = 0.05
+
+
+class BooksReader:
+    """Belongs to the event loop's thread."""
+
+    def __init__(self, ask: Callable[[], Future[_core.Books]], patience: float) -> None:
+        """`ask` is a desk's; `patience` is how long a caller waits for the engine, in seconds."""
+        self._ask = ask
+        self._patience = patience
+        self._next: asyncio.Task[Snapshot] | None = None
+        self._asked: Future[_core.Books] | None = None  # by that one
+        self._due = 0.0
+
+    async def read(self) -> Snapshot:
+        """The books at a time after this call.
+
+        Raises BooksUnavailable if the engine has ended, or does not answer in time.
+        """
+        if self._next is None or self._next.done() or self._is_taken():
+            self._asked = None
+            self._next = asyncio.ensure_future(self._take())
+            self._next.add_done_callback(_looked_at)
+        snapshot = self._next
+        await asyncio.wait((snapshot,), timeout=self._patience)
+        if not snapshot.done():
+            raise BooksUnavailable(f"no step of it ended within {self._patience:g} s")
+        return snapshot.result()
+
+    def _is_taken(self) -> bool:
+        """Whether the engine has begun to read what was asked for, so that it may be too old."""
+        return self._asked is not None and (self._asked.running() or self._asked.done())
+
+    async def _take(self) -> Snapshot:
+        now = asyncio.get_running_loop().time
+        if (wait := self._due - now()) > 0:
+            await asyncio.sleep(wait)
+        self._due = now() + _INTERVAL
+        asked = self._asked = self._ask()
+        return Snapshot(await asyncio.wrap_future(asked))
+
+
+def _looked_at(task: asyncio.Task[Snapshot]) -> None:
+    """Those who waited may all have gone: then nobody else asks for the exception."""
+    if not task.cancelled():
+        task.exception()
