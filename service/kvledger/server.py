@@ -102,7 +102,11 @@ class Server:
         self._watch_metrics()
         self._memory = _memory_of(model)
         self._ledger = LedgerServicer(
-            BooksReader(self._engine.books.ask, settings.heartbeat_timeout),
+            BooksReader(
+                self._engine.books.ask,
+                lambda: self._engine.silence_seconds,
+                settings.heartbeat_timeout,
+            ),
             AccountNames(self.registry, self._scopes.shared_owner, _OWN_TENANTS),
             self._admission,
             self._memory,

@@ -22,9 +22,19 @@ _INTERVAL = 0.05
 class BooksReader:
     """Belongs to the event loop's thread."""
 
-    def __init__(self, ask: Callable[[], Future[_core.Books]], patience: float) -> None:
-        """`ask` is a desk's; `patience` is how long a caller waits for the engine, in seconds."""
+    def __init__(
+        self,
+        ask: Callable[[], Future[_core.Books]],
+        silence: Callable[[], float],
+        patience: float,
+    ) -> None:
+        """`ask` is a desk's, `silence` the seconds since its engine last made progress.
+
+        Callers wait as long as a step takes, but for an engine that is silent for `patience`
+        seconds no longer.
+        """
         self._ask = ask
+        self._silence = silence
         self._patience = patience
         self._next: asyncio.Task[Snapshot] | None = None
         self._asked: Future[_core.Books] | None = None  # by that one
@@ -33,16 +43,17 @@ class BooksReader:
     async def read(self) -> Snapshot:
         """The books at a time after this call.
 
-        Raises BooksUnavailable if the engine has ended, or does not answer in time.
+        Raises BooksUnavailable if the engine has ended, or hangs.
         """
         if self._next is None or self._next.done() or self._is_taken():
             self._asked = None
             self._next = asyncio.ensure_future(self._take())
             self._next.add_done_callback(_looked_at)
         snapshot = self._next
-        await asyncio.wait((snapshot,), timeout=self._patience)
-        if not snapshot.done():
-            raise BooksUnavailable(f"no step of it ended within {self._patience:g} s")
+        while not snapshot.done():
+            await asyncio.wait((snapshot,), timeout=self._patience)
+            if not snapshot.done() and (silence := self._silence()) >= self._patience:
+                raise BooksUnavailable(f"it has made no progress for {silence:.1f} s")
         return snapshot.result()
 
     def _is_taken(self) -> bool:
