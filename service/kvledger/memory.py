@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
+
+_Made = TypeVar("_Made")
 
 # What cgroup v1 writes for "no limit" is a number near 2^63.
 _NO_LIMIT = 1 << 60
@@ -46,6 +49,16 @@ def resident(root: Path = Path("/")) -> Resident:
 
     files = size("RssFile")
     return Resident(size("VmRSS") - files, files)
+
+
+def measured(make: Callable[[], _Made]) -> tuple[_Made, int]:
+    """What is made, and how many bytes of this process's own memory that took.
+
+    Right as far as nothing else takes or gives back memory meanwhile.
+    """
+    before = resident().own
+    made = make()
+    return made, max(0, resident().own - before)
 
 
 def _meminfo(field: str, root: Path) -> int:

@@ -26,6 +26,7 @@ from kvledger.books.reader import BooksReader
 from kvledger.constraints.compiler import ConstraintCompiler
 from kvledger.engine import Engine, StepOutcome
 from kvledger.errors import SettingRefused
+from kvledger.memory import measured
 from kvledger.metrics import Metrics
 from kvledger.metrics_listener import MetricsListener
 from kvledger.prefix_metrics import PrefixMetrics
@@ -98,9 +99,9 @@ class Server:
         )
         self._scopes = _scopes_of(settings, model, self._admission)
         self._prompts = PromptEncoder(model.tokenizer, settings.max_queued)
-        self._constraints = ConstraintCompiler(model.tokenizer)
+        self._constraints, constraints_bytes = measured(lambda: ConstraintCompiler(model.tokenizer))
         self._watch_metrics()
-        self._memory = _memory_of(model)
+        self._memory = _memory_of(model, constraints_bytes)
         self._ledger = LedgerServicer(
             BooksReader(
                 self._engine.books.ask,
@@ -331,10 +332,14 @@ class Server:
             await asyncio.wait_for(self._admission.streams.wait_until_empty(), _LAST_WORDS)
 
 
-def _memory_of(model: ServedModel) -> ProcessMemory:
+def _memory_of(model: ServedModel, constraints: int) -> ProcessMemory:
     pool = model.blocks * model.layout.block_bytes
     return ProcessMemory(
-        model.memory, model.weight_bytes, pool, lambda: model.llama.workspace_bytes
+        model.memory,
+        model.weight_bytes,
+        pool,
+        lambda: model.llama.workspace_bytes,
+        constraints,
     )
 
 

@@ -31,7 +31,7 @@ def require_explained(memory: pb.ProcessMemory, resident: int) -> None:
     """The parts that have a name add up to the process's memory within 2 %."""
     named = (
         *(memory.weights, memory.workspace, memory.pool, memory.host_arena),
-        *(memory.runtime, memory.tokenizer, memory.service),
+        *(memory.runtime, memory.tokenizer, memory.constraints, memory.service),
     )
     assert sum(named) + memory.other == memory.resident
     assert sum(named) == pytest.approx(resident, rel=0.02), memory

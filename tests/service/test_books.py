@@ -270,11 +270,12 @@ def test_every_byte_of_the_process_is_in_one_part() -> None:
         weights=300,
         pool=250,
         workspace=lambda: workspace,
+        constraints=15,
         look=lambda: now,
     )
     now = Resident(own=900, files=70)
     workspace = 40
-    memory.serving()  # 100 more since it was loaded, 10 of them the workspace's
+    memory.serving()  # 100 more since it was loaded, 10 the workspace's, 15 the constraints'
     parts = memory.parts()
     assert parts == MemoryParts(
         weights=300,
@@ -283,13 +284,14 @@ def test_every_byte_of_the_process_is_in_one_part() -> None:
         host_arena=0,
         runtime=170,
         tokenizer=20,
-        service=90,
+        constraints=15,
+        service=75,
         other=100,
     )
     assert parts.resident == 970
     now, workspace = Resident(own=950, files=75), 60
     grown = memory.parts()
-    assert (grown.workspace, grown.runtime, grown.service) == (60, 175, 90)
+    assert (grown.workspace, grown.runtime, grown.service) == (60, 175, 75)
     assert grown.other == 130
     assert grown.resident == 1025
 

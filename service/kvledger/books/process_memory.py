@@ -2,7 +2,7 @@
 
 What the server took itself is counted: weights, workspace, pool. What libraries take is measured
 as growth of resident memory, at the points of the start where one thing at a time happens. What no
-part explains is `other`, and stays small: docs/books.md names what is in it.
+part explains is `other`, and stays small: docs/ledger.md names what is in it.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ class MemoryParts:
     host_arena: int
     runtime: int
     tokenizer: int
+    constraints: int
     service: int
     other: int
 
@@ -51,20 +52,25 @@ class ProcessMemory:
         weights: int,
         pool: int,
         workspace: Callable[[], int],
+        constraints: int,
         look: Callable[[], Resident] = resident,
     ) -> None:
-        """`weights`, `pool` and `workspace` are counted bytes; the last may grow."""
+        """`weights`, `pool` and `workspace` are counted bytes; the last may grow.
+
+        `constraints` were measured, after loading.
+        """
         self._loaded = loaded
         self._weights = weights
         self._pool = pool
         self._workspace = workspace
+        self._constraints = constraints
         self._look = look
         self._workspace_loaded = workspace()
         self._service = 0
 
     def serving(self) -> None:
         """The server is ready: what has come since it was loaded is the service's."""
-        grown = self._workspace() - self._workspace_loaded
+        grown = self._workspace() - self._workspace_loaded + self._constraints
         self._service = max(0, self._look().own - self._loaded.after - grown)
 
     def parts(self) -> MemoryParts:
@@ -72,7 +78,8 @@ class ProcessMemory:
         now, workspace = self._look(), self._workspace()
         # Pages of programs and libraries come as they are used; nothing else is mapped.
         runtime = self._loaded.before + now.files
-        known = self._weights + workspace + self._pool + self._loaded.tokenizer + self._service
+        made = self._loaded.tokenizer + self._constraints + self._service
+        known = self._weights + workspace + self._pool + made
         return MemoryParts(
             weights=self._weights,
             workspace=workspace,
@@ -80,6 +87,7 @@ class ProcessMemory:
             host_arena=0,
             runtime=runtime,
             tokenizer=self._loaded.tokenizer,
+            constraints=self._constraints,
             service=self._service,
             other=now.total - runtime - known,
         )

@@ -94,9 +94,12 @@ def _scopes(ledger: ledger_pb2.Ledger) -> str:
 
 
 def _memory(memory: ledger_pb2.ProcessMemory) -> str:
-    names = ("weights", "workspace", "pool", "host_arena", "runtime", "tokenizer", "service")
+    names = ("weights", "workspace", "pool", "host_arena", "runtime", "tokenizer", "constraints")
     rows = [["memory of the process", "MB"]]
-    rows += [[name.replace("_", " "), _mb(getattr(memory, name))] for name in (*names, "other")]
+    rows += [
+        [name.replace("_", " "), _mb(getattr(memory, name))]
+        for name in (*names, "service", "other")
+    ]
     return _columns([*rows, ["resident", _mb(memory.resident)]])
 
 

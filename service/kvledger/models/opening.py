@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any
 
 from kvledger.errors import ModelRefused
-from kvledger.memory import resident
+from kvledger.memory import measured
 from kvledger.models.catalogue import CATALOGUE, model_path
 from kvledger.models.config import LlamaConfig
 from kvledger.models.hub import hub_folder, hub_model
@@ -68,9 +68,7 @@ def open_model(
             f"{known.path} is damaged (SHA-256 {fingerprint}); delete it and start again"
         )
     config = LlamaConfig.from_gguf(file.metadata)
-    before = resident().own
-    tokenizer = Tokenizer(VocabularySource.from_gguf(file.metadata))
-    taken = max(0, resident().own - before)
+    tokenizer, taken = measured(lambda: Tokenizer(VocabularySource.from_gguf(file.metadata)))
     name = model if known is not None else path.stem
     return OpenedModel(name, path, fingerprint, config, tokenizer, file, taken)
 
@@ -106,9 +104,9 @@ def _open_folder(folder: Path, name: str, say: Callable[[str], None]) -> OpenedM
     if values is None:
         raise ModelRefused(f"the folder {folder} has no config.json")
     config, embeddings = llama_config(values, name)
-    before = resident().own
-    tokenizer = Tokenizer(json_vocabulary(_tokenizer_files(folder, values), embeddings))
-    taken = max(0, resident().own - before)
+    tokenizer, taken = measured(
+        lambda: Tokenizer(json_vocabulary(_tokenizer_files(folder, values), embeddings))
+    )
     tensors = SafetensorsModel(folder)
     try:
         if config.tied_head:
