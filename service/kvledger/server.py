@@ -102,13 +102,15 @@ class Server:
         self._constraints, constraints_bytes = measured(lambda: ConstraintCompiler(model.tokenizer))
         self._watch_metrics()
         self._memory = _memory_of(model, constraints_bytes)
+        self._reader = BooksReader(
+            self._engine.books.ask,
+            lambda: self._engine.silence_seconds,
+            settings.heartbeat_timeout,
+        )
+        self._names = AccountNames(self.registry, self._scopes.shared_owner, _OWN_TENANTS)
         self._ledger = LedgerServicer(
-            BooksReader(
-                self._engine.books.ask,
-                lambda: self._engine.silence_seconds,
-                settings.heartbeat_timeout,
-            ),
-            AccountNames(self.registry, self._scopes.shared_owner, _OWN_TENANTS),
+            self._reader,
+            self._names,
             self._admission,
             self._memory,
             model.pool,
