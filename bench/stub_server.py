@@ -30,6 +30,7 @@ import torch
 
 from bench.http2 import messages
 from kvledger import _core, event_loop
+from kvledger.books.process_memory import LoadedMemory
 from kvledger.engine import make_core
 from kvledger.log import configure
 from kvledger.models.config import LlamaConfig
@@ -117,6 +118,7 @@ class StubModel:
         self._logits[:, token] = 1.0
         self._pace = pace
         self._rows = rows
+        self.workspace_bytes = 0
 
     def forward(self, plan: _core.Plan, beat: Callable[[], None] = lambda: None) -> torch.Tensor:
         """See Llama.forward."""
@@ -157,6 +159,7 @@ def stub_model(
         tokens_max=core.sequence_tokens_max,
         core=core,
         llama=cast(Llama, StubModel(settings.sequences_max, token, pace)),
+        memory=LoadedMemory(),
     )
 
 

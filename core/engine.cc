@@ -306,6 +306,17 @@ const StepReport& Engine::take_report() {
   return taken_;
 }
 
+Books Engine::books(Nanoseconds now) {
+  ledger_.advance(now);
+  Books books = books_of(ledger_);
+  for (const auto& [id, sequence] : sequences_) {
+    if (sequence->state == Sequence::State::kRunning) {
+      books.empty_slots += empty_slots(*sequence, settings_.slots_per_block, tables_, pool_);
+    }
+  }
+  return books;
+}
+
 void Engine::count_computed(Sequence& sequence, std::int64_t tokens) {
   const std::int64_t before = sequence.computed;
   sequence.computed += tokens;

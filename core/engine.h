@@ -28,6 +28,7 @@
 
 #include "core/block_pool.h"
 #include "core/block_table.h"
+#include "core/books.h"
 #include "core/compute_time.h"
 #include "core/ledger.h"
 #include "core/prefix_cache.h"
@@ -107,6 +108,9 @@ class Engine {
 
   // What changed since the last call, by whatever was called between. Valid until the next call.
   const StepReport& take_report();
+
+  // The books at `now`, written out; O(accounts + open sequences). It changes nothing.
+  Books books(Nanoseconds now);
 
   const Ledger& ledger() const noexcept { return ledger_; }
   const BlockTables& tables() const noexcept { return tables_; }

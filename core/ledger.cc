@@ -68,6 +68,7 @@ RequestAccount Ledger::open(TenantId id) {
   opened.of_scopes.since = now_;
   opened.split.since = now_;
   opened.open = true;
+  ++holder.open_requests;
   return account;
 }
 
@@ -81,6 +82,7 @@ Statement Ledger::close(RequestAccount account) {
   // Who leaves last pays what could not be divided, which may be a few nanoseconds of others'.
   const BlockNanoseconds whole = std::max(closing.split.integral, closing.split_time);
   closing.tenant->closed_time += held;
+  --closing.tenant->open_requests;
   closing.open = false;
   closed_.push_back(account);
   return Statement{closing.tenant_id,          held,
@@ -225,6 +227,10 @@ Balances Ledger::balances() const noexcept {
   return balances;
 }
 
+BlockNanoseconds Ledger::time_in(BlockState state) const noexcept {
+  return state_[static_cast<std::size_t>(state)].integral_at(now_);
+}
+
 BlockCount Ledger::held_by(RequestAccount account) const {
   return request(account).held.balance;
 }
@@ -239,9 +245,16 @@ TenantStatement Ledger::statement(TenantId id) const {
     return TenantStatement{};
   }
   const Tenant& tenant = found->second;
-  return TenantStatement{
-      tenant.held.balance,           tenant.reserved.balance,         tenant.cached.balance,
-      tenant.held.integral_at(now_), tenant.cached.integral_at(now_), tenant.closed_time};
+  TenantStatement statement;
+  statement.held = tenant.held.balance;
+  statement.reserved = tenant.reserved.balance;
+  statement.cached = tenant.cached.balance;
+  statement.held_time = tenant.held.integral_at(now_);
+  statement.reserved_time = tenant.reserved.integral_at(now_);
+  statement.cached_time = tenant.cached.integral_at(now_);
+  statement.closed_time = tenant.closed_time;
+  statement.open_requests = tenant.open_requests;
+  return statement;
 }
 
 std::vector<TenantId> Ledger::tenants() const {
@@ -360,7 +373,10 @@ std::optional<std::string> Ledger::audit() const {
   if (auto wrong = audit_blocks()) {
     return wrong;
   }
-  return audit_tenants();
+  if (auto wrong = audit_tenants()) {
+    return wrong;
+  }
+  return audit_tenants_time();
 }
 
 std::optional<std::string> Ledger::audit_conservation() const {
@@ -423,6 +439,7 @@ std::optional<std::string> Ledger::audit_tenants() const {
     std::int64_t split = 0;       // holders, by the blocks
     std::int64_t references = 0;  // the same, by the requests
     BlockCount reserved;
+    std::int64_t open = 0;
     BlockNanoseconds time = 0;
   };
   std::unordered_map<TenantId, Sum> sums;
@@ -442,6 +459,7 @@ std::optional<std::string> Ledger::audit_tenants() const {
     if (request.open) {
       Sum& sum = sums[request.tenant_id];
       sum.reserved += request.reserved.balance;
+      ++sum.open;
       sum.references += request.split.balance.value();
       sum.time += request.held.integral_at(now_) + request.split_time;
     }
@@ -458,6 +476,9 @@ std::optional<std::string> Ledger::audit_tenants() const {
       return disagree("reserved by a tenant", tenant.reserved.balance.value(),
                       sum.reserved.value());
     }
+    if (tenant.open_requests != sum.open) {
+      return disagree("open requests of a tenant", tenant.open_requests, sum.open);
+    }
     if (sum.split != sum.references) {
       return disagree("holders of shared blocks", sum.references, sum.split);
     }
@@ -465,6 +486,23 @@ std::optional<std::string> Ledger::audit_tenants() const {
         tenant.held.integral_at(now_) != sum.time + tenant.closed_time) {
       return "block-time of tenant " + std::to_string(id.value()) +
              " is not the sum of its requests' block-time";
+    }
+  }
+  return std::nullopt;
+}
+
+// What tenants and scopes had of each state adds up to what the pool had.
+std::optional<std::string> Ledger::audit_tenants_time() const {
+  std::array<BlockNanoseconds, kBlockStates> sums{};
+  for (const auto& [id, tenant] : tenants_) {
+    sums[static_cast<std::size_t>(BlockState::kReserved)] += tenant.reserved.integral_at(now_);
+    sums[static_cast<std::size_t>(BlockState::kHeld)] += tenant.held.integral_at(now_);
+    sums[static_cast<std::size_t>(BlockState::kCached)] += tenant.cached.integral_at(now_);
+  }
+  for (const BlockState state : {BlockState::kReserved, BlockState::kHeld, BlockState::kCached}) {
+    if (sums[static_cast<std::size_t>(state)] != time_in(state)) {
+      return "block-time of all tenants and scopes in state " +
+             std::to_string(static_cast<int>(state)) + " is not the pool's";
     }
   }
   return std::nullopt;

@@ -89,9 +89,12 @@ struct TenantStatement {
   BlockCount reserved;
   BlockCount cached;
   BlockNanoseconds held_time = 0;
+  BlockNanoseconds reserved_time = 0;
   BlockNanoseconds cached_time = 0;
   // Part of `held_time` that stands in statements of requests already closed.
   BlockNanoseconds closed_time = 0;
+  // Requests that have an account.
+  std::int64_t open_requests = 0;
 };
 
 class Ledger {
@@ -103,6 +106,7 @@ class Ledger {
   // latest one.
   void advance(Nanoseconds now) noexcept;
   Nanoseconds now() const noexcept { return now_; }
+  Nanoseconds opened_at() const noexcept { return opened_at_; }
 
   RequestAccount open(TenantId tenant);
   // Closes an account that holds and reserves nothing any more.
@@ -139,6 +143,8 @@ class Ledger {
 
   BlockCount total() const noexcept { return total_; }
   Balances balances() const noexcept;
+  // The integral of a balance of the whole pool, until now.
+  BlockNanoseconds time_in(BlockState state) const noexcept;
   BlockCount free() const noexcept { return state_[0].balance; }
   BlockCount held_by(RequestAccount account) const;
   BlockCount reserved_by(RequestAccount account) const;
@@ -170,6 +176,7 @@ class Ledger {
     Account reserved;
     Account cached;
     BlockNanoseconds closed_time = 0;
+    std::int64_t open_requests = 0;
   };
   struct Request {
     TenantId tenant_id;
@@ -204,6 +211,7 @@ class Ledger {
   std::optional<std::string> audit_conservation() const;
   std::optional<std::string> audit_blocks() const;
   std::optional<std::string> audit_tenants() const;
+  std::optional<std::string> audit_tenants_time() const;
 
   const BlockCount total_;
   const Nanoseconds opened_at_;

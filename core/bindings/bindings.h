@@ -16,6 +16,7 @@
 namespace kvledger::bindings {
 
 void bind_gguf(pybind11::module_& module);
+void bind_books(pybind11::module_& module);
 void bind_engine(pybind11::module_& module);
 void bind_kv_memory(pybind11::module_& module);
 void bind_cpu_kernels(pybind11::module_& module);

@@ -12,46 +12,13 @@
 #include <unordered_set>
 
 #include "core/bindings/bindings.h"
+#include "core/bindings/bound_engine.h"
 
 namespace py = pybind11;
 using namespace pybind11::literals;
 
 namespace kvledger::bindings {
 namespace {
-
-// What a plan reads: both are parts of the engine.
-class Plan {
- public:
-  explicit Plan(std::shared_ptr<const Engine> engine, const StepPlan& plan)
-      : engine_(std::move(engine)), plan_(plan) {}
-
-  const StepPlanView& view() const noexcept { return plan_.view(); }
-  const StepPlan& plan() const noexcept { return plan_; }
-  const BlockTables& tables() const noexcept { return engine_->tables(); }
-
- private:
-  std::shared_ptr<const Engine> engine_;
-  const StepPlan& plan_;  // of the engine, which has one for all steps
-};
-
-// An engine, and the one object that shows its plan to Python: every step has the same.
-class BoundEngine {
- public:
-  explicit BoundEngine(std::unique_ptr<Engine> engine) : engine_(std::move(engine)) {}
-
-  Engine& engine() const noexcept { return *engine_; }
-
-  py::object show(const StepPlan& plan) {
-    if (!plan_) {
-      plan_ = py::cast(Plan(engine_, plan));
-    }
-    return plan_;
-  }
-
- private:
-  std::shared_ptr<Engine> engine_;
-  py::object plan_;  // has its own share of the engine, so they hold each other by nothing
-};
 
 // What changed, by value. Python objects are made of what is asked for, when it is asked for: most
 // steps have only tokens, and making arrays for nothing costs as much as the step.
@@ -589,6 +556,9 @@ void bind_engine(py::module_& module) {
             self.engine().end(as_span(ids), end_reason(reason), now);
           },
           py::arg("ids").noconvert(), py::arg("reason"), py::arg("now"))
+      .def(
+          "books", [](BoundEngine& self, std::int64_t now) { return self.engine().books(now); },
+          py::arg("now"), "The ledger's state at this time.")
       .def_property_readonly(
           "compute_totals",
           [](const BoundEngine& self) { return totals_of(self.engine().compute_totals()); },

@@ -166,6 +166,15 @@ class Admission:
         """Requests without a receipt yet, by sequence."""
         return self._entries
 
+    def usage_of(self, tenant: int) -> TenantUsage | None:
+        """What a tenant may and does use, by its number; None if it has nothing here."""
+        return self._quotas.find(tenant)
+
+    @property
+    def usages(self) -> Iterable[TenantUsage]:
+        """Of every tenant that may enter or still has requests here."""
+        return self._quotas.all()
+
     @property
     def stall_seconds(self) -> float:
         """How long a reader may leave a full mailbox alone."""

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import IntEnum
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
@@ -23,14 +22,17 @@ import torch
 
 from kvledger import _core
 from kvledger.arrivals import as_arrays, share_numbers
+from kvledger.books.desk import BooksDesk
 from kvledger.errors import DeviceLost
+from kvledger.jobs import EndReason, Job
 from kvledger.logit_changes import LogitChanges
 from kvledger.logprobs import PromptLogprobs, TokenLogprobs
 from kvledger.models.llama import Llama
 from kvledger.prompt_scores import PromptScores
 from kvledger.sampling import Sampler, SamplingParameters
-from kvledger.scopes import NO_REUSE, PrefixScopes
 from kvledger.tenants.shares import CoreShare
+
+__all__ = ["BLOCK_STATES", "CoreEngine", "EndReason", "Engine", "Job", "StepOutcome", "make_core"]
 
 _log = structlog.get_logger(__name__)
 
@@ -45,51 +47,6 @@ _NO_PROMPTS: Mapping[int, Sequence[PromptLogprobs]] = MappingProxyType({})
 
 # What a block can be, in the order of the core's balances.
 BLOCK_STATES = ("free", "reserved", "held", "cached", "releasing")
-
-
-class EndReason(IntEnum):
-    """Why a sequence ended; as in core/sequence.h."""
-
-    STOP = 1
-    LENGTH = 2
-    CONTEXT = 3
-    CANCELLED = 4
-    FAILED = 5
-
-
-@dataclass(frozen=True)
-class Job:
-    """A request to compute: one sequence for each of its samples.
-
-    `prompt` is int32 [tokens]; `arrived_at` is time.monotonic_ns() when the request came in;
-    `sequence` and the numbers of the other samples, which follow it, are never used twice.
-    """
-
-    sequence: int
-    tenant: int
-    prompt: npt.NDArray[np.int32]
-    arrived_at: int
-    max_tokens: int
-    sampling: SamplingParameters
-    priority: int = 0
-    ignore_eos: bool = False
-    # Tokens that end it, besides those that end every text.
-    stop_ids: frozenset[int] = frozenset()
-    samples: int = 1
-    # How many of the likeliest tokens to tell with each token of the prompt; None tells nothing.
-    prompt_logprobs: int | None = None
-    # Whose cached prefixes it may begin with, and where its own are kept.
-    scopes: PrefixScopes = NO_REUSE
-
-    @property
-    def sequences(self) -> range:
-        """The numbers of all its samples."""
-        return range(self.sequence, self.sequence + self.samples)
-
-    def without(self, ended: Collection[int]) -> Job:
-        """The same where these scopes have ended."""
-        scopes = self.scopes.without(ended)
-        return self if scopes is self.scopes else replace(self, scopes=scopes)
 
 
 class StepOutcome(NamedTuple):
@@ -194,6 +151,7 @@ class Engine:
         self._shares: list[CoreShare] | None = None  # set last, and not taken yet
         self._shares_set: list[CoreShare] = []
         self._shares_after = 0  # arrivals that came before them
+        self.books = BooksDesk(self._wakeup)
         self._stopping = False
         self._died = False
         self._open: dict[int, _Open] = {}
@@ -363,6 +321,8 @@ class Engine:
                 _log.exception("books_left_open")
             finally:
                 self._on_death()
+        finally:
+            self.books.close()
 
     def _close_the_books(self) -> None:
         """Ends what the core still has, so that everybody gets a receipt for what it took.
@@ -391,7 +351,7 @@ class Engine:
 
     def _has_news(self) -> bool:
         return (
-            bool(self._arrivals or self._ends or self._pauses or self._purges)
+            bool(self._arrivals or self._ends or self._pauses or self._purges or self.books.asked)
             or self._shares is not None
         )
 
@@ -526,6 +486,7 @@ class Engine:
                 self._scores.ask(job.sequence, job.prompt, job.prompt_logprobs)
 
     def _plan_with(self, news: _News) -> tuple[_core.Plan, _core.Report]:
+        self.books.answer(self._core)
         if news.shares is not None:
             self._core.set_shares(share_numbers(news.shares), time.monotonic_ns())
         if news.purges:

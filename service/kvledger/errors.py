@@ -172,6 +172,28 @@ class ReaderStalled(Exception):
         )
 
 
+class BooksUnavailable(Exception):
+    """The engine, which alone can read the books, does not answer."""
+
+    def __init__(self, why: str, retry_after_seconds: float = 1.0) -> None:
+        super().__init__(
+            f"the engine does not answer: {why}; ask again, or see the server's health"
+        )
+        self.retry_after_seconds = retry_after_seconds
+
+
+class TenantUnknown(Exception):
+    """The request names a tenant that there is not, or that its caller may not ask about.
+
+    The two are not told apart: who else is served is nobody's business.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(
+            "tenant: none of this name that this caller may ask about; clients leave it out"
+        )
+
+
 class ServerDraining(Exception):
     """The server finishes what it has and takes nothing new."""
 

@@ -14,7 +14,7 @@ from kvledger.tenants.tenant import Tenant
 _log = structlog.get_logger(__name__)
 
 # Whom this work is booked to: a number that no registry gives out, and a name that none may have.
-_SERVER = Tenant(name="(server)", number=2**31 - 1)
+SERVER = Tenant(name="(server)", number=2**31 - 1)
 
 
 async def compute_public_prefixes(scopes: Scopes, admission: Admission) -> None:
@@ -27,7 +27,7 @@ async def compute_public_prefixes(scopes: Scopes, admission: Admission) -> None:
 async def _compute(job: StartJob, admission: Admission) -> None:
     try:
         ticket = admission.enter(
-            Caller(_SERVER),
+            Caller(SERVER),
             prompt=job.prompt,
             max_tokens=1,
             sampling=SamplingParameters(),

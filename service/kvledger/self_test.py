@@ -23,7 +23,7 @@ _log = structlog.get_logger(__name__)
 
 # Numbers that nobody else is ever given: of the first request, of a tenant, of a scope.
 _FIRST_SEQUENCE = 2**63
-_TENANT = 2**31 - 2
+TENANT = 2**31 - 2
 _SCOPE = 0
 # How long the core may take to forget what was tried, in seconds.
 _FORGET_SECONDS = 5.0
@@ -103,7 +103,7 @@ def _why_nothing_is_reused(settings: Settings, model: ServedModel) -> str | None
             engine.submit(
                 Job(
                     sequence=sequence,
-                    tenant=_TENANT,
+                    tenant=TENANT,
                     prompt=prompt,
                     arrived_at=time.monotonic_ns(),
                     max_tokens=1,

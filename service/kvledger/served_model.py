@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import structlog
 
 from kvledger import _core
+from kvledger.books.process_memory import LoadedMemory
 from kvledger.engine import CoreEngine, make_core
 from kvledger.errors import SettingRefused
-from kvledger.memory import memory_available
+from kvledger.memory import memory_available, resident
 from kvledger.models.config import LlamaConfig, WeightsMode
 from kvledger.models.llama import Llama, load_weights
 from kvledger.models.opening import open_model
@@ -43,6 +44,7 @@ class ServedModel:
     tokens_max: int
     core: CoreEngine
     llama: Llama
+    memory: LoadedMemory  # what loading it took
 
     @property
     def pool(self) -> PoolShape:
@@ -57,7 +59,7 @@ class ServedModel:
 
 def load(settings: Settings, say: Callable[[str], None] = lambda line: None) -> ServedModel:
     """Loads everything; raises ModelRefused or SettingRefused, each in one sentence."""
-    started = time.monotonic()
+    started, before = time.monotonic(), resident().own
     ops = make_ops(
         settings.device, settings.kernels, settings.kernel_threads, settings.instruction_set
     )
@@ -72,7 +74,7 @@ def load(settings: Settings, say: Callable[[str], None] = lambda line: None) -> 
             settings.weights,
             _progress(say),
         )
-    name, fingerprint = opened.id, opened.fingerprint
+    name, fingerprint, tokenizer_bytes = opened.id, opened.fingerprint, opened.tokenizer_bytes
     del opened  # a GGUF file stands in memory as long as its tensors can be asked for
     layout = _core.KvLayout(
         layers=config.layers,
@@ -117,6 +119,7 @@ def load(settings: Settings, say: Callable[[str], None] = lambda line: None) -> 
         tokens_max=core.sequence_tokens_max,
         core=core,
         llama=llama,
+        memory=LoadedMemory(before, resident().own, tokenizer_bytes),
     )
     _log_loaded(model, ops, time.monotonic() - started)
     return model

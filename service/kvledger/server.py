@@ -18,22 +18,33 @@ from dataclasses import replace
 
 import structlog
 
+from kvledger import self_test
 from kvledger.admission import Admission
+from kvledger.books.account_names import AccountNames
 from kvledger.books.lines import StepTime
+from kvledger.books.process_memory import ProcessMemory
+from kvledger.books.reader import BooksReader
 from kvledger.books.recorder import Recorder
 from kvledger.constraints.compiler import ConstraintCompiler
 from kvledger.engine import Engine, StepOutcome
 from kvledger.errors import SettingRefused
+from kvledger.memory import measured
 from kvledger.metrics import Metrics
 from kvledger.metrics_listener import MetricsListener
 from kvledger.prefix_metrics import PrefixMetrics
-from kvledger.public_prefixes import compute_public_prefixes
+from kvledger.public_prefixes import SERVER, compute_public_prefixes
 from kvledger.rpc.connections import KEEPALIVE, Keepalive
 from kvledger.rpc.front import Front
 from kvledger.rpc.generation import GenerationServicer
+from kvledger.rpc.ledger import LedgerServicer
 from kvledger.rpc.models import ModelServicer
 from kvledger.rpc.prompts import PromptEncoder
-from kvledger.rpc.services import generation_service, model_service
+from kvledger.rpc.services import (
+    generation_service,
+    ledger_service,
+    model_service,
+    statement_service,
+)
 from kvledger.sampling import Sampler
 from kvledger.scopes.claims import Scopes
 from kvledger.scopes.keys import KvIdentity
@@ -55,6 +66,9 @@ _LAST_WORDS = 2.0
 # How long a server that is done still answers callers, so that who is on the way hears UNAVAILABLE
 # with the reason; gRPC itself would only cancel them. In seconds.
 _LAME_DUCK = 0.25
+
+# Whom the server's own work is booked to.
+_OWN_TENANTS = {SERVER.number: SERVER.name, self_test.TENANT: "(self-test)"}
 
 
 class Server:
@@ -90,8 +104,23 @@ class Server:
         )
         self._scopes = _scopes_of(settings, model, self._admission)
         self._prompts = PromptEncoder(model.tokenizer, settings.max_queued)
-        self._constraints = ConstraintCompiler(model.tokenizer)
+        self._constraints, constraints_bytes = measured(lambda: ConstraintCompiler(model.tokenizer))
         self._watch_metrics()
+        self._memory = _memory_of(model, constraints_bytes)
+        self._reader = BooksReader(
+            self._engine.books.ask,
+            lambda: self._engine.silence_seconds,
+            settings.heartbeat_timeout,
+        )
+        self._names = AccountNames(self.registry, self._scopes.shared_owner, _OWN_TENANTS)
+        self._ledger = LedgerServicer(
+            self._reader,
+            self._names,
+            self._admission,
+            self._memory,
+            model.pool,
+            model.kv_format,
+        )
         self._front = Front(
             settings,
             [
@@ -106,10 +135,12 @@ class Server:
                     )
                 ),
                 model_service(ModelServicer(model, self._prompts)),
+                statement_service(self._ledger),
             ],
             self._metrics,
             self.registry,
             keepalive,
+            operators_services=[ledger_service(self._ledger)],
         )
         self._metrics_listener: MetricsListener | None = None
         self._stop_requested = asyncio.Event()
@@ -177,12 +208,14 @@ class Server:
         )
         if self._settings.dev:
             _log.warning("dev_mode", meaning="callers without identity are served as one tenant")
+        self._memory.serving()
         ready()
         await self._stop_requested.wait()
         await self._drain()
         for watch in watches:
             watch.cancel()
         await self._end_open_requests()
+        self._ledger.close()
         await self._front.stop(_LAST_WORDS)
         await self._books.state_pool(is_last=True)
         if not self._engine.stop(_LAST_WORDS):
@@ -326,6 +359,17 @@ def _books_of(settings: Settings, model: ServedModel, engine: Engine, metrics: M
         block_bytes=model.layout.block_bytes,
         steps=steps,
         metrics=metrics,
+    )
+
+
+def _memory_of(model: ServedModel, constraints: int) -> ProcessMemory:
+    pool = model.blocks * model.layout.block_bytes
+    return ProcessMemory(
+        model.memory,
+        model.weight_bytes,
+        pool,
+        lambda: model.llama.workspace_bytes,
+        constraints,
     )
 
 

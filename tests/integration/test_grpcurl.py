@@ -78,6 +78,7 @@ def test_it_lists_all_services(server: ServerProcess) -> None:
         "grpc.health.v1.Health",
         "grpc.reflection.v1alpha.ServerReflection",
         "kvledger.v1.GenerationService",
+        "kvledger.v1.LedgerService",
         "kvledger.v1.ModelService",
     ]
     described = grpcurl(server, "describe", "kvledger.v1.GenerationService")

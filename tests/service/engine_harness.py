@@ -73,6 +73,9 @@ class RecordingCore:
         self._note(report)
         return report
 
+    def books(self, now: int) -> _core.Books:
+        return self.core.books(now)
+
     def audit(self) -> str | None:
         return self.core.audit()
 

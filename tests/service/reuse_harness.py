@@ -68,6 +68,10 @@ class _SteppedModel:
         self._model = model
         self._steps = steps
 
+    @property
+    def workspace_bytes(self) -> int:
+        return self._model.workspace_bytes
+
     def forward(self, plan: _core.Plan, beat: Callable[[], None] = lambda: None) -> torch.Tensor:
         self._steps.before_step(plan)
         return self._model.forward(plan, beat)

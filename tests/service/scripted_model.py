@@ -73,6 +73,7 @@ class ScriptedModel:
     def __init__(self, vocabulary: int = VOCABULARY) -> None:
         self.following = alphabet()
         self.vocabulary = vocabulary
+        self.workspace_bytes = 0
         self._tokens = np.empty(0, dtype=np.int32)  # of the last step
         self.before_step: Callable[[_core.Plan], None] = lambda plan: None
         self.after_step: Callable[[torch.Tensor, _core.Plan], None] = lambda logits, plan: None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool
 from google.protobuf.descriptor import ServiceDescriptor
@@ -11,7 +13,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from kvledger.rpc.doors import Port, check_every_method_has_a_row, role_for
 from kvledger.tenants.roles import GIVEN, Role, with_implied
-from kvledger.v1 import generation_pb2, models_pb2
+from kvledger.v1 import generation_pb2, ledger_pb2, models_pb2
 
 SERVED = [
     generation_pb2.DESCRIPTOR.services_by_name["GenerationService"],
@@ -19,6 +21,7 @@ SERVED = [
     health_pb2.DESCRIPTOR.services_by_name["Health"],
     reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"],
 ]
+LEDGER = ledger_pb2.DESCRIPTOR.services_by_name["LedgerService"]
 CHANNELZ = channelz_pb2.DESCRIPTOR.services_by_name["Channelz"]
 
 
@@ -37,17 +40,17 @@ def service(package: str, name: str, *methods: str) -> ServiceDescriptor:
 
 def test_every_method_that_is_served_has_a_row() -> None:
     """The server would not start."""
-    check_every_method_has_a_row([*SERVED, CHANNELZ])
+    check_every_method_has_a_row([*SERVED, CHANNELZ, LEDGER])
 
 
 def test_every_service_of_the_contract_is_served() -> None:
     """A service that is not asked for its rows could have methods open to anybody."""
     ours = {
         name
-        for file in (generation_pb2, models_pb2)
+        for file in (generation_pb2, ledger_pb2, models_pb2)
         for name in (s.full_name for s in file.DESCRIPTOR.services_by_name.values())
     }
-    assert ours <= {served.full_name for served in SERVED}
+    assert ours <= {served.full_name for served in (*SERVED, LEDGER)}
 
 
 @pytest.mark.parametrize(
@@ -77,7 +80,10 @@ def test_each_listener_has_only_its_own() -> None:
     """Clients could read what is for operators, because somebody put it on the wrong listener."""
     generation, models, health, reflection = SERVED
     check_every_method_has_a_row(SERVED, Port.CLIENTS)
-    check_every_method_has_a_row([health, reflection, CHANNELZ], Port.OPERATORS)
+    check_every_method_has_a_row([health, reflection, CHANNELZ, LEDGER], Port.OPERATORS)
+    check_every_method_has_a_row([LEDGER], Port.CLIENTS, {"GetStatement"})
+    with pytest.raises(LookupError, match=r"/GetLedger belongs to .* OPERATORS, not of CLIENTS"):
+        check_every_method_has_a_row([LEDGER], Port.CLIENTS)
     with pytest.raises(LookupError, match=r"/grpc\.channelz\..* belongs to .* OPERATORS"):
         check_every_method_has_a_row([*SERVED, CHANNELZ], Port.CLIENTS)
     for service_ in (generation, models):
@@ -88,10 +94,15 @@ def test_each_listener_has_only_its_own() -> None:
 def test_what_each_method_asks_for() -> None:
     """A row that is changed by accident would let strangers generate, or clients look around."""
     roles: dict[Role, set[str]] = {}
-    for described in [*SERVED, CHANNELZ]:
-        for method in described.methods:
-            role = role_for(f"/{described.full_name}/{method.name}")
-            roles.setdefault(role, set()).add(described.full_name)
+    served: Mapping[Port, list[ServiceDescriptor]] = {
+        Port.CLIENTS: SERVED,
+        Port.OPERATORS: [*SERVED[2:], CHANNELZ],
+    }
+    for port, services in served.items():
+        for described in services:
+            for method in described.methods:
+                role = role_for(f"/{described.full_name}/{method.name}", port)
+                roles.setdefault(role, set()).add(described.full_name)
     assert roles == {
         Role.CLIENT: {"kvledger.v1.GenerationService", "kvledger.v1.ModelService"},
         Role.VIEWER: {"grpc.channelz.v1.Channelz"},
@@ -101,7 +112,18 @@ def test_what_each_method_asks_for() -> None:
         },
     }
     with pytest.raises(LookupError):
-        role_for("/kvledger.v1.ModelService/Nothing")
+        role_for("/kvledger.v1.ModelService/Nothing", Port.CLIENTS)
+
+
+def test_a_method_may_ask_for_another_role_on_another_listener() -> None:
+    """A client could read another tenant's account, or an operator no account at all."""
+    path = "/kvledger.v1.LedgerService/"
+    assert role_for(path + "GetStatement", Port.CLIENTS) is Role.CLIENT
+    for name in ("GetStatement", "GetLedger", "WatchLedger"):
+        assert role_for(path + name, Port.OPERATORS) is Role.VIEWER
+    for name in ("GetLedger", "WatchLedger"):
+        with pytest.raises(LookupError, match=f"{name} has no row for the listener of CLIENTS"):
+            role_for(path + name, Port.CLIENTS)
 
 
 def test_an_operator_may_look_and_is_no_client() -> None:

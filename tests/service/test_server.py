@@ -22,6 +22,7 @@ SERVICES = [
     "grpc.health.v1.Health",
     "grpc.reflection.v1alpha.ServerReflection",
     "kvledger.v1.GenerationService",
+    "kvledger.v1.LedgerService",
     "kvledger.v1.ModelService",
 ]
 SERVING = health_pb2.HealthCheckResponse.SERVING

@@ -1,1 +1,2 @@
-"""What the books say outside the core: prices, receipts on disk, statements."""
+"""The books outside the core: the ledger as people are shown it and where memory went; receipts on
+disk, prices, statements."""

@@ -15,6 +15,7 @@ kvledger {version}: streams tokens of a language model and keeps the books of th
   kvledger serve      serve a model over gRPC           (kvledger serve --help)
   kvledger chat       talk to a server in the terminal
   kvledger generate   send one prompt to a server
+  kvledger ledger     show who has which part of the KV memory of a server
   kvledger health     ask a server how it is, for probes
   kvledger models     list the models known by name; `kvledger models fetch` downloads one
   kvledger plan       what a model takes, how many sequences fit, how fast it can be at most
@@ -63,6 +64,8 @@ def _command(name: str) -> Callable[[Sequence[str]], int] | None:
         from kvledger.cli.generate import run
     elif name == "health":
         from kvledger.cli.health import run
+    elif name == "ledger":
+        from kvledger.cli.ledger import run
     elif name == "models":
         from kvledger.cli.models import run
     elif name == "tenants":

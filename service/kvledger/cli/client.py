@@ -35,13 +35,16 @@ _CONTROL = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 _KEPT = {"\n", "\t", "\u200d"}  # the last joins emoji
 
 
-def add_server_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of every command that talks to a server."""
+def add_server_arguments(
+    parser: argparse.ArgumentParser, default: str | None = DEFAULT_SERVER
+) -> None:
+    """Options of every command that talks to a server; without a default one must be named."""
     parser.add_argument(
         "--server",
         type=readable,
-        default=DEFAULT_SERVER,
-        help="host:port or unix:/path (%(default)s)",
+        default=default,
+        required=default is None,
+        help="host:port or unix:/path" + ("" if default is None else " (%(default)s)"),
     )
     parser.add_argument(
         "--tls-ca",
@@ -54,9 +57,8 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tls-key", type=Path, help="PEM file with that certificate's private key")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of every command that generates."""
-    add_server_arguments(parser)
+def add_identity_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of every command that a server asks who calls."""
     parser.add_argument(
         "--token-file",
         type=Path,
@@ -64,6 +66,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"file with the token that says who you are; default: ${TOKEN_VARIABLE}",
     )
     parser.add_argument("--token", action=_TokenRefused, help=argparse.SUPPRESS)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of every command that generates."""
+    add_server_arguments(parser)
+    add_identity_arguments(parser)
     parser.add_argument("--max-tokens", type=_whole(32), help="most tokens to generate")
     parser.add_argument("--temperature", type=float, help="0 is greedy, the default")
     parser.add_argument("--top-p", type=float, help="nucleus mass in (0, 1]")

@@ -213,15 +213,27 @@ class Llama:
         )
         attended = config.query_heads * config.head_dim
         kv = config.kv_heads * config.head_dim
-        self._hidden = torch.empty(tokens_max, config.hidden)
-        self._normed = torch.empty(tokens_max, config.hidden)
-        self._qkv = torch.empty(tokens_max, attended + 2 * kv)
-        self._attended = torch.empty(tokens_max, attended)
-        self._gate_up = torch.empty(tokens_max, 2 * config.feed_forward)
-        self._feed = torch.empty(tokens_max, config.feed_forward)
+        # Zeros, not empty: memory is there from the start, and none is lacking in the first step.
+        self._hidden = torch.zeros(tokens_max, config.hidden)
+        self._normed = torch.zeros(tokens_max, config.hidden)
+        self._qkv = torch.zeros(tokens_max, attended + 2 * kv)
+        self._attended = torch.zeros(tokens_max, attended)
+        self._gate_up = torch.zeros(tokens_max, 2 * config.feed_forward)
+        self._feed = torch.zeros(tokens_max, config.feed_forward)
         self._vocabulary = int(weights.head.outputs)
         self._logits_memory = torch.empty(0, self._vocabulary)
         self._logits = self._logits_memory  # the rows of it that the last step wanted
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Memory that steps compute with, besides weights and KV pool; logits may make it grow."""
+        buffers = (
+            *(self._hidden, self._normed, self._qkv, self._attended),
+            *(self._gate_up, self._feed, self._logits_memory),
+        )
+        # Most layers have the same tables.
+        tables = {id(table): table.nbytes for pair in self._rotary for table in pair}
+        return sum(buffer.nbytes for buffer in buffers) + sum(tables.values())
 
     def forward(self, plan: _core.Plan, beat: Callable[[], None] = lambda: None) -> torch.Tensor:
         """Computes a step; logits are float32 [plan.logits, vocabulary], valid until the next.

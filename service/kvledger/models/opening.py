@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any
 
 from kvledger.errors import ModelRefused
+from kvledger.memory import measured
 from kvledger.models.catalogue import CATALOGUE, model_path
 from kvledger.models.config import LlamaConfig
 from kvledger.models.hub import hub_folder, hub_model
@@ -34,6 +35,8 @@ class OpenedModel:
     config: LlamaConfig
     tokenizer: Tokenizer
     tensors: Tensors
+    # Memory that making the tokenizer took, measured.
+    tokenizer_bytes: int = 0
 
     def __enter__(self) -> OpenedModel:
         return self
@@ -65,10 +68,9 @@ def open_model(
             f"{known.path} is damaged (SHA-256 {fingerprint}); delete it and start again"
         )
     config = LlamaConfig.from_gguf(file.metadata)
-    tokenizer = Tokenizer(VocabularySource.from_gguf(file.metadata))
-    return OpenedModel(
-        model if known is not None else path.stem, path, fingerprint, config, tokenizer, file
-    )
+    tokenizer, taken = measured(lambda: Tokenizer(VocabularySource.from_gguf(file.metadata)))
+    name = model if known is not None else path.stem
+    return OpenedModel(name, path, fingerprint, config, tokenizer, file, taken)
 
 
 def model_folder(
@@ -102,7 +104,9 @@ def _open_folder(folder: Path, name: str, say: Callable[[str], None]) -> OpenedM
     if values is None:
         raise ModelRefused(f"the folder {folder} has no config.json")
     config, embeddings = llama_config(values, name)
-    tokenizer = Tokenizer(json_vocabulary(_tokenizer_files(folder, values), embeddings))
+    tokenizer, taken = measured(
+        lambda: Tokenizer(json_vocabulary(_tokenizer_files(folder, values), embeddings))
+    )
     tensors = SafetensorsModel(folder)
     try:
         if config.tied_head:
@@ -112,7 +116,7 @@ def _open_folder(folder: Path, name: str, say: Callable[[str], None]) -> OpenedM
     except BaseException:
         tensors.close()
         raise
-    return OpenedModel(name, folder, fingerprint, config, tokenizer, tensors)
+    return OpenedModel(name, folder, fingerprint, config, tokenizer, tensors, taken)
 
 
 def _tokenizer_files(folder: Path, config: dict[str, Any]) -> TokenizerFiles:

@@ -19,6 +19,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 from kvledger.errors import (
     ActingRefused,
+    BooksUnavailable,
     ConstraintDeadEnd,
     ConstraintsFull,
     ConstraintsUnavailable,
@@ -37,6 +38,7 @@ from kvledger.errors import (
     SharedScopeDenied,
     TenantClosed,
     TenantLimitReached,
+    TenantUnknown,
 )
 from kvledger.log import frames
 
@@ -112,6 +114,12 @@ _TABLE: dict[type, _Row] = {
         ),
         lambda error: error.retry_after_seconds,
         lambda error: {"limit": error.limit, "value": f"{error.value:.12g}"},
+    ),
+    TenantUnknown: _Row(grpc.StatusCode.NOT_FOUND, "TENANT_UNKNOWN"),
+    BooksUnavailable: _Row(
+        grpc.StatusCode.UNAVAILABLE,
+        "BOOKS_UNAVAILABLE",
+        retry_seconds=lambda error: error.retry_after_seconds,
     ),
     TenantClosed: _Row(grpc.StatusCode.PERMISSION_DENIED, "TENANT_CLOSED"),
     ConstraintsUnavailable: _Row(grpc.StatusCode.FAILED_PRECONDITION, "CONSTRAINTS_UNAVAILABLE"),

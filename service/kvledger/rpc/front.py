@@ -44,6 +44,8 @@ class Front:
         metrics: Metrics,
         registry: Registry,
         keepalive: connections.Keepalive = connections.KEEPALIVE,
+        *,
+        operators_services: Sequence[Service] = (),
     ) -> None:
         """`services` are those of clients; health, reflection and channelz come by themselves.
 
@@ -73,7 +75,7 @@ class Front:
         self._operators_calls = Calls(settings.stall_timeout)
         self._make_operators = maker(
             Port.OPERATORS,
-            [health, channelz_service()],
+            [health, channelz_service(), *operators_services],
             self._operators_calls,
             Authenticator(registry, settings.operators_transport),
             reflects=reflects,

@@ -10,7 +10,7 @@ import grpc
 
 from kvledger.errors import ActingRefused, NotAuthenticated, RoleMissing
 from kvledger.rpc.calls import this_call
-from kvledger.rpc.doors import role_for
+from kvledger.rpc.doors import Port, role_for
 from kvledger.rpc.errors import abort
 from kvledger.tenants.authentication import Authenticator
 from kvledger.tenants.roles import Role
@@ -28,8 +28,10 @@ class IdentityRequired(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     Stands between `Calls`, which it tells, and what decodes requests.
     """
 
-    def __init__(self, authenticator: Authenticator) -> None:
+    def __init__(self, authenticator: Authenticator, port: Port) -> None:
+        """`port` is whose listener it stands on: roles may differ between the two."""
         self._authenticator = authenticator
+        self._port = port
         self._handlers: dict[str, Any] = {}
 
     async def intercept_service(
@@ -42,7 +44,7 @@ class IdentityRequired(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             handler = await continuation(handler_call_details)
             if handler is None:
                 return None
-            role = role_for(path)
+            role = role_for(path, self._port)
             known = handler if role is Role.ANYONE else self._guarded(handler, role)
             self._handlers[path] = known
         return known

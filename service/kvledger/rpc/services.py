@@ -19,12 +19,20 @@ from kvledger.rpc.doors import Port, check_every_method_has_a_row
 from kvledger.rpc.generation import GenerationServicer, add_to_server
 from kvledger.rpc.health import HealthServicer
 from kvledger.rpc.identity import IdentityRequired
+from kvledger.rpc.ledger import LedgerServicer
 from kvledger.rpc.models import ModelServicer
 from kvledger.rpc.reflection import add_reflection
 from kvledger.rpc.undecodable import UndecodableRefused
 from kvledger.tenants.authentication import Authenticator
-from kvledger.v1 import generation_pb2, models_pb2, models_pb2_grpc
+from kvledger.v1 import (
+    generation_pb2,
+    ledger_pb2,
+    ledger_pb2_grpc,
+    models_pb2,
+    models_pb2_grpc,
+)
 
+_LEDGER = ledger_pb2.DESCRIPTOR.services_by_name["LedgerService"]
 _REFLECTION = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"]
 
 
@@ -34,6 +42,8 @@ class Service:
 
     descriptor: ServiceDescriptor
     add: Callable[[grpc.aio.Server], Any]
+    # Names of the methods that are there; None: all.
+    methods: frozenset[str] | None = None
 
 
 def generation_service(servicer: GenerationServicer) -> Service:
@@ -47,6 +57,28 @@ def model_service(servicer: ModelServicer) -> Service:
     add = models_pb2_grpc.add_ModelServiceServicer_to_server
     descriptor = models_pb2.DESCRIPTOR.services_by_name["ModelService"]
     return Service(descriptor, lambda server: add(servicer, server))  # type: ignore[no-untyped-call]
+
+
+def ledger_service(servicer: LedgerServicer) -> Service:
+    """For operators: the books."""
+    add = ledger_pb2_grpc.add_LedgerServiceServicer_to_server
+    return Service(_LEDGER, lambda server: add(servicer, server))  # type: ignore[no-untyped-call]
+
+
+def statement_service(servicer: LedgerServicer) -> Service:
+    """For clients: of the books, their own account."""
+    handler = grpc.unary_unary_rpc_method_handler(
+        servicer.GetStatement,
+        ledger_pb2.GetStatementRequest.FromString,
+        ledger_pb2.GetStatementResponse.SerializeToString,
+    )
+    name = "GetStatement"
+    handlers = grpc.method_handlers_generic_handler(_LEDGER.full_name, {name: handler})
+    return Service(
+        _LEDGER,
+        lambda server: server.add_generic_rpc_handlers((handlers,)),
+        frozenset({name}),
+    )
 
 
 def health_service(servicer: HealthServicer) -> Service:
@@ -83,13 +115,15 @@ def maker(
 
     Raises LookupError if one of their methods has no row in the table of doors for this port.
     """
-    described = [service.descriptor for service in services]
-    check_every_method_has_a_row([*described, *([_REFLECTION] if reflects else [])], port)
+    for service in services:
+        check_every_method_has_a_row([service.descriptor], port, service.methods)
+    if reflects:
+        check_every_method_has_a_row([_REFLECTION], port)
 
     def make() -> grpc.aio.Server:
         server = grpc.aio.server(
             options=connections.options(connections_max, keepalive, max_queued=queued_max),
-            interceptors=(calls, IdentityRequired(authenticator), UndecodableRefused()),
+            interceptors=(calls, IdentityRequired(authenticator, port), UndecodableRefused()),
         )
         for service in services:
             service.add(server)

@@ -17,7 +17,7 @@ import structlog
 
 from kvledger.errors import SharedScopeDenied
 from kvledger.scopes.groups import Membership, ShareGroups
-from kvledger.scopes.keys import KvIdentity, Scope, ScopeKeys, ScopeKind
+from kvledger.scopes.keys import KvIdentity, Owner, Scope, ScopeKeys, ScopeKind
 from kvledger.scopes.prefix_scopes import NO_REUSE, PrefixScopes
 from kvledger.scopes.public_prefixes import PublicPrefix, check_begins_with
 from kvledger.scopes.table import ENTRIES_MAX, ScopeTable
@@ -135,6 +135,10 @@ class Scopes:
 
     def __len__(self) -> int:
         return len(self._table)
+
+    def shared_owner(self, number: int) -> Owner | None:
+        """Whose a shared scope is or was, by its number in the core."""
+        return self._table.shared_owner(number)
 
     def claim(self, tenant: Tenant, wish: CacheWish, prompt: npt.NDArray[np.int32]) -> ScopeClaim:
         """What a request of `tenant` may begin with, to be held at once.

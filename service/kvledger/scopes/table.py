@@ -61,9 +61,15 @@ class ScopeTable:
         self._idle: dict[Owner, OrderedDict[int, None]] = {}
         self._given = {False: 0, True: 0}  # numbers ever given, by whether they are shared
         self._is_used_up = False
+        # Whose the scopes are that were ever shared: the books keep their accounts.
+        self._shared: dict[int, Owner] = {}
 
     def __len__(self) -> int:
         return len(self._by_number)
+
+    def shared_owner(self, number: int) -> Owner | None:
+        """Whose a shared scope is or was; None for a number that none has had."""
+        return self._shared.get(number)
 
     @property
     def idle(self) -> int:
@@ -126,6 +132,8 @@ class ScopeTable:
         entry = _Entry(key, number, owner)
         self._by_key[key] = self._by_number[number] = entry
         self._by_owner.setdefault(owner, {})[number] = None
+        if scope.is_shared:
+            self._shared[number] = owner
         return entry
 
     def _end_idle(self, entry: _Entry) -> None:

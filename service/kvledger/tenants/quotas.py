@@ -86,6 +86,10 @@ class Quotas:
         """Every tenant that may enter or still has requests here."""
         return list(self._tenants.values())
 
+    def find(self, number: int) -> TenantUsage | None:
+        """One of them."""
+        return self._tenants.get(number)
+
     def tenant(self, number: int, name: str) -> TenantUsage:
         """The tenant of a caller. Raises TenantClosed for one that is not in the table."""
         usage = self._tenants.get(number)

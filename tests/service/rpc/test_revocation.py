@@ -257,7 +257,7 @@ class Waiting:
         self.server = grpc.aio.server(
             interceptors=(
                 self.calls,
-                IdentityRequired(Authenticator(registry, Transport.TLS)),
+                IdentityRequired(Authenticator(registry, Transport.TLS), doors.Port.CLIENTS),
                 UndecodableRefused(),
             )
         )
@@ -282,7 +282,7 @@ async def test_every_kind_of_method_ends(
 ) -> None:
     """A method that somebody adds would go on for who is nobody, or let strangers in."""
     door = doors.Door(Role.CLIENT, doors.Port.CLIENTS)
-    table = {f"/{SERVICE}/{name}": door for name in ("Single", "Stream", "Ended")}
+    table = {f"/{SERVICE}/{name}": (door,) for name in ("Single", "Stream", "Ended")}
     monkeypatch.setattr(doors, "_TABLE", table)
     registry = Registry(tenants.path)
     waiting = Waiting(registry)
