@@ -53,8 +53,8 @@ bool BlockPool::end_reference(BlockId block) {
 }
 
 void BlockPool::release(RequestAccount account, BlockId block, Nanoseconds stamp) {
-  if (step_is_open_ && is_kept(block)) {
-    retire(account, block, stamp);  // another sequence that had it may be in the step
+  if (step_is_open_ && (is_kept(block) || !ledger_.holder_of(block))) {
+    retire(account, block, stamp);  // another request that had it may be in the step
   } else if (!end_reference(block)) {
     ledger_.leave(account, block, stamp);
   } else if (is_kept(block)) {
@@ -113,12 +113,15 @@ void BlockPool::hold_for_scope(BlockId block) {
 }
 
 void BlockPool::end_hold_for_scope(BlockId block) {
-  if (end_reference(block)) {
-    ledger_.end_hold_for_scope(block);
-    if (!is_kept(block)) {
-      ledger_.evict(block);
-      free_.push_back(block);
-    }
+  if (!end_reference(block)) {
+    return;
+  }
+  ledger_.end_hold_for_scope(block, step_is_open_);
+  if (step_is_open_) {
+    releasing_.push_back(block);
+  } else if (!is_kept(block)) {
+    ledger_.evict(block);
+    free_.push_back(block);
   }
 }
 

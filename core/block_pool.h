@@ -9,7 +9,10 @@
 //   release(account, block, stamp)           one less; the last one frees the block
 //   retire(account, block, stamp)            as release, but the last one leaves the block in
 //                                            `releasing` until settle(): a step that was planned
-//                                            with it may still read or write it
+//                                            with it may still read or write it. While a step is
+//                                            open release does so too with what several may have:
+//                                            who gives it back last need not be in the step for
+//                                            another to be
 //   keep(account, block, owner)              from now on the last reference leaves the block
 //                                            `cached`: the prefix index has it
 //   drop(block)                              ends that; a block without references is free then

@@ -206,11 +206,11 @@ void Ledger::hold_for_scope(BlockId block) {
   owner.tenant->held.post(kOne, now_);
 }
 
-void Ledger::end_hold_for_scope(BlockId block) {
+void Ledger::end_hold_for_scope(BlockId block, bool releasing) {
   Owner& owner = held(block);
   KVL_CHECK(owner.holding == Holding::kScope);
   owner.tenant->held.post(kNone - kOne, now_);
-  put(owner, BlockState::kCached);
+  put(owner, releasing ? BlockState::kReleasing : BlockState::kCached);
 }
 
 BlockCount Ledger::live(TenantId id) const noexcept {

@@ -132,9 +132,10 @@ class Ledger {
   void evict(BlockId block);
   // Books a block that a request alone holds, with `references`, to a shared scope's account.
   void give(RequestAccount account, BlockId block, TenantId scope, std::uint32_t references);
-  // Lets a shared scope itself hold one of its cached blocks, and ends that: it is cached again.
+  // Lets a shared scope itself hold one of its cached blocks, and ends that: it is cached again, or
+  // `releasing` while a running step may read it.
   void hold_for_scope(BlockId block);
-  void end_hold_for_scope(BlockId block);
+  void end_hold_for_scope(BlockId block, bool releasing = false);
 
   // Makes a tenant's or a shared scope's account, if there is none.
   void account(TenantId id) { tenant(id); }

@@ -39,8 +39,11 @@ PrefixCache::PrefixCache(const PrefixCacheSettings& settings, std::int64_t slots
   index.seed = settings.seed;
   index_.emplace(
       index,
-      [this, growth = settings.cost_growth](
+      [this, growth = settings.cost_growth, make = settings.make_policy](
           CachedBlocks& cached, std::int64_t capacity) -> std::unique_ptr<EvictionPolicy> {
+        if (make) {
+          return make(cached, capacity);
+        }
         if (!partitions_learn_) {
           return std::make_unique<LruPolicy>(cached, true);
         }

@@ -42,6 +42,8 @@ struct PrefixCacheSettings {
   // How much more a block costs to compute than the one before it, of what the first one costs
   // (reuse_policy.h); 0 takes all for the same.
   double cost_growth = 0.0;
+  // Makes the eviction policies; without one they are the default ones (reuse_policy.h).
+  PrefixIndex::MakePolicy make_policy;
   // Times the calls (PrefixCounts::nanoseconds); without one nothing is timed.
   CallTimer::Clock clock = nullptr;
 };

@@ -155,10 +155,13 @@ class PrefixIndex {
   std::optional<std::string> audit() const;
 
  private:
+  // Where clocks begin. A block may come from another partition with an age that is more than all
+  // uses here so far: it was used before the first of them.
+  static constexpr std::uint64_t kFirstUse = std::uint64_t{1} << 62;
   // Blocks that one policy chooses from, and its clock: the uses of them so far.
   struct Partition {
     std::unique_ptr<EvictionPolicy> policy;
-    std::uint64_t uses = 0;
+    std::uint64_t uses = kFirstUse;
   };
   struct Owner {
     CacheOwner id;

@@ -247,7 +247,7 @@ void PrefixIndex::move(Owner& owner, std::unique_ptr<Partition> own) {
   Partition& to = owner.own != nullptr ? *owner.own : common_;
   for (const CacheSlot slot : filled) {
     const std::uint64_t age = left_at - blocks_[slot].used_at;
-    blocks_[slot].used_at = to.uses - std::min(age, to.uses);
+    blocks_[slot].used_at = to.uses - age;
     to.policy->adopted(slot, to.uses);
   }
   for (CacheSlot slot = owner.first; slot != kNoSlot; slot = nodes_[slot].next_of_owner) {

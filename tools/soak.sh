@@ -17,6 +17,9 @@ say "reuse: 10^6 steps over 1,000 seeds"
 build/package/tests/reuse_simulation 1000 1000
 build/package/tests/reuse_simulation 8000 600 2000 harsh
 
+say "index, pool and ledger against a model that predicts: 10^6 operations in each order of eviction"
+build/package/tests/index_simulation 2000 500
+
 say "core tests and simulation under AddressSanitizer and UBSan"
 tools/core_tests.sh build/sanitized address,undefined
 build/sanitized/tests/simulation --seeds 200 --steps 1000

@@ -117,6 +117,45 @@ TEST_CASE("a block retired is not free before it is settled") {
   pool.audit();
 }
 
+TEST_CASE("a block that a running step reads is not free when somebody else gives it back last") {
+  // If this fails, a block that a running step still reads is given to somebody else.
+  Pool pool(2);
+  const RequestAccount in_step = pool.ledger.open(kAnna);
+  const RequestAccount other = pool.ledger.open(kAnna);
+  const BlockId block = pool.take(in_step);
+  pool.pool.keep(in_step, block, kAnna);
+  const Nanoseconds stamp = pool.pool.join(other, block);
+  pool.pool.drop(block);
+  pool.pool.open_step();
+  pool.pool.retire(in_step, block);
+  pool.pool.release(other, block, stamp);
+  CHECK(pool.ledger.state_of(block) == BlockState::kReleasing);
+  pool.audit();
+  pool.pool.settle();
+  CHECK(pool.ledger.state_of(block) == BlockState::kFree);
+  pool.audit();
+}
+
+TEST_CASE("a block that a running step reads is not free when its scope is purged") {
+  // If this fails, a public prefix that is withdrawn is overwritten under those who read it.
+  constexpr TenantId kScope{0x80000000U};
+  Pool pool(2);
+  pool.ledger.account(kScope);
+  const RequestAccount account = pool.ledger.open(kAnna);
+  const BlockId block = pool.take(account);
+  pool.pool.keep(account, block, kScope);
+  pool.pool.hold_for_scope(block);
+  pool.pool.open_step();
+  pool.pool.retire(account, block);
+  pool.pool.end_hold_for_scope(block);
+  pool.pool.drop(block);
+  CHECK(pool.ledger.state_of(block) == BlockState::kReleasing);
+  pool.audit();
+  pool.pool.settle();
+  CHECK(pool.ledger.state_of(block) == BlockState::kFree);
+  pool.audit();
+}
+
 TEST_CASE("a block with more references is given back by the last one") {
   // If this fails, a shared block vanishes under the sequence that still reads it.
   Pool pool(2);

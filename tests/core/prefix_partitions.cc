@@ -150,6 +150,21 @@ TEST_CASE_TEMPLATE("an owner's blocks keep their order when they move", Policy, 
   index.audit();
 }
 
+TEST_CASE("an owner's blocks keep their order where less was used before") {
+  // If this fails, a change of shares drops what a tenant used last and keeps what is old.
+  Index index;
+  index.index.partition(kAnnas, 8);
+  for (std::uint32_t i = 0; i < 4; ++i) {
+    index.cached(kRoot, kAnna, {static_cast<Token>(i), 0, 0, 0}, i, kAnnas);
+  }
+  index.index.merge(kAnnas);  // to where nothing was used yet
+  index.index.partition(kAnnas, 8);
+  for (std::uint32_t i = 0; i < 4; ++i) {
+    CHECK(index.index.evict(kAnnas) == BlockId{i});
+  }
+  index.audit();
+}
+
 TEST_CASE("what others use does not age an owner's blocks in its own partition") {
   // If this fails, a tenant can tell from its own evictions what its neighbours do.
   std::vector<std::vector<BlockId>> orders;
