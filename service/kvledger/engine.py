@@ -235,10 +235,27 @@ class Engine:
         return self._step_nanoseconds / 1e9
 
     @property
+    def step_books(self) -> _core.StepBooks:
+        """What all steps so far did; any thread may look."""
+        return self._core.step_books
+
+    @property
+    def sequences_running(self) -> int:
+        """Sequences that had a place after the last step."""
+        report = self._last_report
+        return 0 if report is None else report.running
+
+    @property
     def prefix_seconds(self) -> float:
         """Of that and of commits, what finding, keeping and evicting prefixes took."""
         report = self._last_report
         return report.prefix_nanoseconds / 1e9 if report is not None else 0.0
+
+    @property
+    def compute_totals(self) -> tuple[int, int, int]:
+        """Nanoseconds of its steps, of them on receipts, and of them on nobody's; any thread."""
+        report = self._last_report
+        return (0, 0, 0) if report is None else report.compute_totals
 
     @property
     def alive(self) -> bool:

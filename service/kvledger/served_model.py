@@ -16,6 +16,7 @@ from kvledger.models.config import LlamaConfig, WeightsMode
 from kvledger.models.llama import Llama, load_weights
 from kvledger.models.opening import open_model
 from kvledger.ops import Ops, make_ops
+from kvledger.planning.floors import ModelWork
 from kvledger.settings import Settings
 from kvledger.tenants.shares import PoolShape
 from kvledger.tokenizer import Tokenizer
@@ -43,6 +44,7 @@ class ServedModel:
     tokens_max: int
     core: CoreEngine
     llama: Llama
+    work: ModelWork  # of its steps
 
     @property
     def pool(self) -> PoolShape:
@@ -117,6 +119,7 @@ def load(settings: Settings, say: Callable[[str], None] = lambda line: None) -> 
         tokens_max=core.sequence_tokens_max,
         core=core,
         llama=llama,
+        work=ModelWork.of_model(config, weights, layout.token_bytes(settings.kv_format)),
     )
     _log_loaded(model, ops, time.monotonic() - started)
     return model

@@ -46,6 +46,18 @@ class Receipt:
     # Block-time of the shared scope's blocks, at full weight.
     scope_seconds: int = 0
     scope_nanos: int = 0
+    # Of `queued`, after preemptions.
+    requeued: int = 0
+    # Its part of the time of steps.
+    compute: int = 0
+    # Tokens that would have been computed without kept keys and values.
+    uncached_tokens: int = 0
+    # Block-time that sharing with others of its tenant saved.
+    saved_seconds: int = 0
+    saved_nanos: int = 0
+    # Of `prefill` and `decode`, what the time for others' prompts in these steps was.
+    prefill_delayed: int = 0
+    decode_delayed: int = 0
 
     @property
     def cached_prompt_tokens(self) -> int:
