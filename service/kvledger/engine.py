@@ -207,6 +207,12 @@ class Engine:
         return self._core.step_books
 
     @property
+    def sequences_running(self) -> int:
+        """Sequences that had a place after the last step."""
+        report = self._last_report
+        return 0 if report is None else report.running
+
+    @property
     def prefix_seconds(self) -> float:
         """Of that and of commits, what finding, keeping and evicting prefixes took."""
         report = self._last_report

@@ -17,6 +17,7 @@ from kvledger.models.config import LlamaConfig, WeightsMode
 from kvledger.models.llama import Llama, load_weights
 from kvledger.models.opening import open_model
 from kvledger.ops import Ops, make_ops
+from kvledger.planning.floors import ModelWork
 from kvledger.settings import Settings
 from kvledger.tenants.shares import PoolShape
 from kvledger.tokenizer import Tokenizer
@@ -45,6 +46,7 @@ class ServedModel:
     core: CoreEngine
     llama: Llama
     memory: LoadedMemory  # what loading it took
+    work: ModelWork  # of its steps
 
     @property
     def pool(self) -> PoolShape:
@@ -120,6 +122,7 @@ def load(settings: Settings, say: Callable[[str], None] = lambda line: None) -> 
         core=core,
         llama=llama,
         memory=LoadedMemory(before, resident().own, tokenizer_bytes),
+        work=ModelWork.of_model(config, weights, layout.token_bytes(settings.kv_format)),
     )
     _log_loaded(model, ops, time.monotonic() - started)
     return model

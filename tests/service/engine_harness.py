@@ -97,6 +97,10 @@ class RecordingCore:
     def prefix_counts(self) -> dict[str, int]:
         return self.core.prefix_counts
 
+    @property
+    def step_books(self) -> _core.StepBooks:
+        return self.core.step_books
+
     def set_shares(self, *arguments: Any) -> None:
         self.core.set_shares(*arguments)
 

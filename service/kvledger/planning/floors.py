@@ -17,7 +17,7 @@ from typing import Literal
 from kvledger.machine.peaks import MachinePeaks
 from kvledger.models.config import LlamaConfig
 from kvledger.models.llama import LlamaWeights
-from kvledger.planning.planned_model import SizedWeight
+from kvledger.ops import Weight
 
 Operations = Mapping[str, float]  # by the format of the weights; "f32" for attention
 
@@ -51,8 +51,8 @@ class Floor:
 
 
 @dataclass(frozen=True)
-class StepCosts:
-    """What steps of a model must read and compute, and the machine that does."""
+class ModelWork:
+    """What steps of a model must read and compute. Bytes, and operations."""
 
     layer_bytes: int  # weights of all layers
     head_bytes: int
@@ -60,14 +60,11 @@ class StepCosts:
     head_operations: Operations  # for each token whose successor is wanted
     key_operations: float  # for each token and key that it reads, in all layers
     kv_token_bytes: int
-    peaks: MachinePeaks
 
     @classmethod
-    def of(
-        cls, config: LlamaConfig, weights: LlamaWeights, kv_token_bytes: int, peaks: MachinePeaks
-    ) -> StepCosts:
-        """The costs of a model with these weights; of the embedding one row a token is read."""
-        matrices = [
+    def of_model(cls, config: LlamaConfig, weights: LlamaWeights, kv_token_bytes: int) -> ModelWork:
+        """Of a model with these weights; of the embedding one row a token is read."""
+        matrices: list[Weight] = [
             matrix
             for layer in weights.layers
             for matrix in (
@@ -75,7 +72,7 @@ class StepCosts:
                 *(layer.attention_output, layer.down),
             )
         ]
-        return cls(
+        return ModelWork(
             layer_bytes=sum(matrix.bytes for matrix in matrices),
             head_bytes=weights.head.bytes,
             layer_operations=_by_format(matrices),
@@ -83,8 +80,21 @@ class StepCosts:
             # Scores and weighted values: two times a multiplication and an addition.
             key_operations=4.0 * config.layers * config.query_heads * config.head_dim,
             kv_token_bytes=kv_token_bytes,
-            peaks=peaks,
         )
+
+
+@dataclass(frozen=True)
+class StepCosts(ModelWork):
+    """That, and the machine that does it."""
+
+    peaks: MachinePeaks
+
+    @classmethod
+    def of(
+        cls, config: LlamaConfig, weights: LlamaWeights, kv_token_bytes: int, peaks: MachinePeaks
+    ) -> StepCosts:
+        """The costs of a model with these weights on this machine."""
+        return cls(**vars(ModelWork.of_model(config, weights, kv_token_bytes)), peaks=peaks)
 
     def decode(self, sequences: int, context: float) -> Floor:
         """A step that makes one token for each of some sequences of `context` tokens."""
@@ -164,9 +174,9 @@ class StepCosts:
         )
 
 
-def _by_format(matrices: Iterable[SizedWeight]) -> dict[str, float]:
+def _by_format(matrices: Iterable[Weight]) -> dict[str, float]:
     """Operations of one row through weights, by their format."""
     total: dict[str, float] = {}
     for matrix in matrices:
-        total[matrix.format] = total.get(matrix.format, 0.0) + matrix.operations
+        total[matrix.format] = total.get(matrix.format, 0.0) + 2.0 * matrix.outputs * matrix.inputs
     return total

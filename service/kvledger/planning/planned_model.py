@@ -51,11 +51,6 @@ class SizedWeight:
         tile_outputs, group_inputs, group_bytes = _tile(self.format)
         return -(-self.outputs // tile_outputs) * (self.inputs // group_inputs) * group_bytes
 
-    @property
-    def operations(self) -> float:
-        """Multiplications and additions for one row."""
-        return 2.0 * self.outputs * self.inputs
-
 
 @dataclass(frozen=True)
 class PlannedModel:
