@@ -59,6 +59,9 @@ class Receipt:
     # Block-time that sharing with others of its tenant saved.
     saved_seconds: int = 0
     saved_nanos: int = 0
+    # Of `prefill` and `decode`, what the time for others' prompts in these steps was.
+    prefill_delayed: int = 0
+    decode_delayed: int = 0
     cost: Cost | None = None
 
     @property
