@@ -13,7 +13,7 @@ import contextlib
 import gc
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 import structlog
@@ -21,7 +21,8 @@ import structlog
 from kvledger import self_test
 from kvledger.admission import Admission
 from kvledger.books.account_names import AccountNames
-from kvledger.books.lines import StepTime
+from kvledger.books.lines import PoolAccount, StepTime
+from kvledger.books.pool_account import pool_account
 from kvledger.books.process_memory import ProcessMemory
 from kvledger.books.reader import BooksReader
 from kvledger.books.recorder import Recorder
@@ -87,7 +88,7 @@ class Server:
         self._prefix_metrics = PrefixMetrics(
             self._metrics, lambda: self._engine.prefix_counts, lambda: len(self._scopes)
         )
-        self._books = _books_of(settings, model, self._engine, self._metrics)
+        self._books = _books_of(settings, model, self._engine, self._metrics, self._pool_account)
         self._admission = Admission(
             self._engine,
             model.config.context_tokens,
@@ -242,6 +243,9 @@ class Server:
             self._stop_now.set()
         self._stop_requested.set()
 
+    async def _pool_account(self) -> PoolAccount:
+        return pool_account(await self._reader.read(), self._names)
+
     def _watch_metrics(self) -> None:
         streams = self._admission.streams
         watch = self._metrics.watch
@@ -344,7 +348,13 @@ class Server:
             await asyncio.wait_for(self._admission.streams.wait_until_empty(), _LAST_WORDS)
 
 
-def _books_of(settings: Settings, model: ServedModel, engine: Engine, metrics: Metrics) -> Recorder:
+def _books_of(
+    settings: Settings,
+    model: ServedModel,
+    engine: Engine,
+    metrics: Metrics,
+    snapshot: Callable[[], Awaitable[PoolAccount]],
+) -> Recorder:
     """Raises SettingRefused if what it is told to use cannot be used."""
 
     def steps() -> StepTime:
@@ -359,6 +369,7 @@ def _books_of(settings: Settings, model: ServedModel, engine: Engine, metrics: M
         block_bytes=model.layout.block_bytes,
         steps=steps,
         metrics=metrics,
+        snapshot=snapshot,
     )
 
 

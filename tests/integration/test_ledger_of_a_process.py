@@ -68,7 +68,7 @@ def test_memory_and_blocks_add_up(tmp_path: Path) -> None:
             assert sum(state.blocks for state in states) == pool.blocks
             times = sum(state.time.seconds * 10**9 + state.time.nanos for state in states)
             assert times == pool.blocks * ledger.elapsed.ToNanoseconds()
-        assert max(ledger.pool.held.blocks for ledger in seen) >= 12
+        assert max(ledger.pool.held.blocks for ledger in seen) >= 4, "or it was no load"
         last = ledger_of(channel)
         require_explained(last.memory, resident_of(server))
         (row,) = [tenant for tenant in last.tenants if tenant.name == "dev"]
