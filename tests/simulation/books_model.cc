@@ -14,6 +14,11 @@ BooksModel::BooksModel(std::int64_t total) : blocks(static_cast<std::size_t>(tot
 
 void BooksModel::tick(Nanoseconds elapsed) {
   const auto time = static_cast<Time>(elapsed);
+  for (const BlockState state : {BlockState::kHeld, BlockState::kCached, BlockState::kReleasing}) {
+    state_time[state] += static_cast<Time>(count(state)) * time;
+  }
+  state_time[BlockState::kReserved] += static_cast<Time>(reserved()) * time;
+  state_time[BlockState::kFree] += static_cast<Time>(free()) * time;
   for (Block& block : blocks) {
     if (block.state == BlockState::kCached) {
       owners[*block.owner].cached_time += time;
@@ -27,6 +32,9 @@ void BooksModel::tick(Nanoseconds elapsed) {
         requests.at(reference.request).scopes_time += time;
       }
     } else if (block.split) {
+      for (const Reference& reference : block.references) {
+        requests.at(reference.request).whole_time += time;
+      }
       block.undivided += time;
       divide(block);
     } else {
@@ -35,6 +43,7 @@ void BooksModel::tick(Nanoseconds elapsed) {
   }
   for (auto& [id, request] : requests) {
     request.reserved_time += static_cast<Time>(request.reserved) * time;
+    owners[request.tenant].reserved_time += static_cast<Time>(request.reserved) * time;
   }
 }
 
@@ -96,11 +105,9 @@ void BooksModel::leave(std::uint64_t sequence, std::uint32_t left, bool in_step)
   if (block.split) {
     divide(block);
     Request& request = requests.at(reference->request);
-    request.held_time += reference->due;
-    request.was_split = request.was_split || reference->due > 0;
-    if (block.references.size() == 1) {
-      request.held_time += block.undivided;
-    }
+    const Time due = reference->due + (block.references.size() == 1 ? block.undivided : 0);
+    request.held_time += due;
+    request.split_time += due;
   }
   block.references.erase(reference);
   give_up(left, in_step);

@@ -41,10 +41,12 @@ class BooksModel {
     Time held_time = 0;
     Time reserved_time = 0;
     Time scopes_time = 0;
-    bool was_split = false;
+    Time split_time = 0;  // paid for what it shared
+    Time whole_time = 0;  // what it would have paid for that alone
   };
   struct Owner {
     Time held_time = 0;
+    Time reserved_time = 0;
     Time cached_time = 0;
     Time closed_time = 0;
   };
@@ -85,6 +87,7 @@ class BooksModel {
   std::vector<Block> blocks;
   std::map<std::uint64_t, Request> requests;
   std::map<std::uint32_t, Owner> owners;
+  std::map<BlockState, Time> state_time;  // of the whole pool
 
  private:
   static void divide(Block& block);

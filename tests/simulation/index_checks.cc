@@ -1,5 +1,6 @@
 // What is compared after every operation.
 
+#include <algorithm>
 #include <string>
 
 #include "tests/simulation/index_operations.h"
@@ -40,6 +41,9 @@ void IndexOperations::check_blocks() const {
   for (const BlockState state : {BlockState::kHeld, BlockState::kCached, BlockState::kReleasing}) {
     expect_equal("blocks in a state", balances[state].value(), books.count(state));
   }
+  for (const auto& [state, time] : books.state_time) {
+    expect_time("the pool's time in a state", ledger_.time_in(state), time);
+  }
   for (std::uint32_t id = 0; id < books.blocks.size(); ++id) {
     const BooksModel::Block& block = books.blocks[id];
     const std::optional<TenantId> owner = ledger_.owner_of(BlockId{id});
@@ -66,8 +70,13 @@ void IndexOperations::check_owners() const {
     const BooksModel::Owner owner =
         found == books.owners.end() ? BooksModel::Owner{} : found->second;
     expect_time("an owner's held time", statement.held_time, owner.held_time);
+    expect_time("a tenant's reserved time", statement.reserved_time, owner.reserved_time);
     expect_time("an owner's cached time", statement.cached_time, owner.cached_time);
     expect_time("a tenant's closed time", statement.closed_time, owner.closed_time);
+    expect_equal("open requests of a tenant", statement.open_requests,
+                 std::ranges::count_if(books.requests, [id](const auto& entry) {
+                   return entry.second.tenant == id;
+                 }));
     if (!step_is_open_) {
       expect_equal("blocks that a tenant may still have", cache_.available(TenantId{id}).value(),
                    model_.index.available(id));
@@ -112,11 +121,13 @@ void IndexOperations::check_readers() {
 void IndexOperations::check_statement(const Sequence& ended, std::uint64_t request) {
   const Statement statement = ledger_.close(ended.account);
   const BooksModel::Request expected = model_.books.close(request);
-  outcome_.split += expected.was_split ? 1 : 0;
+  outcome_.split += expected.whole_time > expected.split_time ? 1 : 0;
   expect_equal("a statement's tenant", statement.tenant.value(), expected.tenant);
   expect_time("a request's held time", statement.held, expected.held_time);
   expect_time("a request's reserved time", statement.reserved, expected.reserved_time);
   expect_time("a request's time of scopes", statement.of_scopes, expected.scopes_time);
+  expect_time("what a request saved by sharing", statement.saved,
+              std::max(expected.whole_time, expected.split_time) - expected.split_time);
   expect_equal("a request's peak", statement.held_peak.value(), expected.peak);
 }
 
