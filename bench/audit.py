@@ -1,6 +1,7 @@
 """Whether a tenant can tell by time what another one has sent: an audit of a running server.
 
     python -m bench.audit [--requests 500] [--prompt 1000] [--quick]
+    python -m bench.audit --random-model --runs 10
     python -m bench.audit --server ADDRESS --token-file FILE_A --token-file FILE_B
 
 The method of "Auditing Prompt Caching in Language Model APIs" (arXiv 2502.07776). Tenant B sends
@@ -9,13 +10,16 @@ before, half as none. A sends before each of them, so that nothing but the text 
 times to B's first token could be of one distribution (two-sample Kolmogorov-Smirnov), B learns
 nothing. A third kind begins as a prompt that B itself has sent just before: there the same test
 must see it, or it sees nothing at all. Without --server it starts one, with two tenants, on a unix
-socket.
+socket; with --random-model one that computes a small model with random weights, for which ten runs
+take minutes. Where times are equal the test says they differ once in a hundred runs: of ten runs,
+one may.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import random
 import statistics
@@ -34,6 +38,7 @@ from bench.arms.kvledger import generate_request
 from bench.arms.process import ServerProcess, run_main
 from bench.kolmogorov import distance, p_value
 from bench.load import Words, percentile
+from bench.random_model import DESCRIBED, write_random_model
 from bench.serve import count
 from kvledger.tenants import editing
 from kvledger.v1 import generation_pb2_grpc, models_pb2, models_pb2_grpc
@@ -43,6 +48,8 @@ P_BETWEEN = 0.01
 P_WITHIN = 1e-8
 # Share of a prompt that was sent before.
 _PREFIX = 0.95
+# In so many runs, one may be wrong by chance.
+_RUNS_FOR_A_CHANCE = 10
 # How finely the smallest leak is looked for: steps of what a whole prefix saves.
 _LEAK_STEPS = 200
 _PATIENCE = 300.0
@@ -58,6 +65,8 @@ class Sample:
 
     seconds: list[float] = field(default_factory=list)
     reused: list[int] = field(default_factory=list)
+    # Prompts of which more was reused than B itself had sent.
+    foreign: int = 0
 
     @property
     def median(self) -> float:
@@ -68,6 +77,24 @@ class Sample:
 Samples = dict[str, Sample]
 
 
+class Beginnings:
+    """The first tokens of what B has sent: prompts drawn by chance begin alike now and then."""
+
+    _TOKENS = 4
+
+    def __init__(self) -> None:
+        self._sent: set[tuple[int, ...]] = set()
+
+    def add(self, prompt: Sequence[int]) -> None:
+        """One more prompt."""
+        self._sent.update(tuple(prompt[: count + 1]) for count in range(self._TOKENS))
+
+    def common(self, prompt: Sequence[int]) -> int:
+        """Tokens that one of them begins with alike, up to 4."""
+        alike = (tuple(prompt[: count + 1]) in self._sent for count in range(self._TOKENS))
+        return sum(itertools.takewhile(bool, alike))
+
+
 def draw_order(requests: int, within: int, seed: int) -> list[str]:
     """The kinds of all requests: `requests` of other and of fresh, `within` of own, shuffled."""
     order = ["other"] * requests + ["fresh"] * requests + ["own"] * within
@@ -75,8 +102,14 @@ def draw_order(requests: int, within: int, seed: int) -> list[str]:
     return order
 
 
-async def collect(ask: Ask, words: Words, prompt: int, order: Sequence[str]) -> Samples:
-    """One request of B for each kind in `order`, each after one that prepares it."""
+async def collect(
+    ask: Ask, words: Words, prompt: int, order: Sequence[str], sent: Beginnings | None = None
+) -> Samples:
+    """One request of B for each kind in `order`, each after one that prepares it.
+
+    `sent` has what B has sent to this server before.
+    """
+    sent = Beginnings() if sent is None else sent
     samples: Samples = {kind: Sample() for kind in KINDS}
     shared = int(prompt * _PREFIX)
     for kind in order:
@@ -86,6 +119,8 @@ async def collect(ask: Ask, words: Words, prompt: int, order: Sequence[str]) -> 
         seconds, reused = await ask("B", prefix + words.draw(prompt - shared))
         samples[kind].seconds.append(seconds)
         samples[kind].reused.append(reused)
+        samples[kind].foreign += kind != "own" and reused > sent.common(prefix)
+        sent.add(prefix)
     return samples
 
 
@@ -104,18 +139,78 @@ def smallest_leak(samples: Samples) -> float | None:
 
 
 def verdict(samples: Samples) -> list[str]:
-    """What is wrong; nothing if the tenants are apart and the audit can see."""
+    """What is wrong with a run; nothing if the tenants are apart and the audit can see."""
+    wrong = faults(samples)
+    if differs(samples):
+        p = p_value(samples["other"].seconds, samples["fresh"].seconds)
+        wrong.append(f"the times of what A had sent differ: p = {p:.2g}")
+    return wrong
+
+
+def differs(samples: Samples) -> bool:
+    """Whether the times of what A had sent could hardly be those of what nobody had."""
+    return p_value(samples["other"].seconds, samples["fresh"].seconds) < P_BETWEEN
+
+
+def faults(samples: Samples) -> list[str]:
+    """What no chance excuses: tokens of another's that were reused, or an audit that is blind."""
     wrong = []
     fresh = samples["fresh"].seconds
-    if any(samples["other"].reused) or any(samples["fresh"].reused):
+    if samples["other"].foreign or samples["fresh"].foreign:
         wrong.append("a prompt of B began with cached tokens that B had not sent")
     if not all(samples["own"].reused):
         wrong.append("a prompt of B did not begin with what B had sent: nothing is shown")
-    if (p := p_value(samples["other"].seconds, fresh)) < P_BETWEEN:
-        wrong.append(f"the times of what A had sent differ: p = {p:.2g}")
     if (p := p_value(samples["own"].seconds, fresh)) > P_WITHIN:
         wrong.append(f"the audit cannot tell what B itself had sent: p = {p:.2g}; nothing is shown")
     return wrong
+
+
+def verdict_of(runs: Sequence[Samples]) -> list[str]:
+    """What is wrong with all runs together: one in ten may call equal times different."""
+    wrong = [sentence for samples in runs for sentence in faults(samples)]
+    different = sum(map(differs, runs))
+    allowed = len(runs) // _RUNS_FOR_A_CHANCE
+    if different > allowed:
+        wrong.append(
+            f"the times of what A had sent differ in {different} of {len(runs)} runs; "
+            f"{allowed} may be chance"
+        )
+    return wrong
+
+
+def row(samples: Samples) -> str:
+    """A run in one line: medians, both tests, and the smallest leak that it would see."""
+    fresh, leak = samples["fresh"], smallest_leak(samples)
+    medians = "".join(f"{samples[kind].median * 1e3:9.2f}" for kind in KINDS)
+    between, within = (p_value(samples[kind].seconds, fresh.seconds) for kind in ("other", "own"))
+    saved = fresh.median - samples["own"].median
+    seen = "more than all" if leak is None else f"{leak * 1e3:.2f} ms, {leak / saved:.1%}"
+    return f"{medians}{between:10.3f}{within:12.1e}   {seen}"
+
+
+def report_of(runs: Sequence[Samples]) -> str:
+    """The table of several runs, and all of them as one."""
+    head = "".join(f"{kind:>9}" for kind in KINDS)
+    lines = [
+        f"n = {len(runs[0]['other'].seconds)} + {len(runs[0]['fresh'].seconds)}, own "
+        f"{len(runs[0]['own'].seconds)}; TTFT of B, p50, ms",
+        f"run{head}{'p other':>10}{'p own':>12}   would see",
+        *(f"{number:3}{row(samples)}" for number, samples in enumerate(runs, 1)),
+        f"{sum(not differs(samples) for samples in runs)} of {len(runs)} runs: p > {P_BETWEEN}",
+        f"all{row(joined(runs))}",
+    ]
+    return "\n".join(lines)
+
+
+def joined(runs: Sequence[Samples]) -> Samples:
+    """The samples of all runs."""
+    samples: Samples = {kind: Sample() for kind in KINDS}
+    for run in runs:
+        for kind, sample in run.items():
+            samples[kind].seconds += sample.seconds
+            samples[kind].reused += sample.reused
+            samples[kind].foreign += sample.foreign
+    return samples
 
 
 def report(samples: Samples) -> str:
@@ -209,44 +304,67 @@ async def started(
     raise NotRun(f"not ready after {_PATIENCE:.0f} s: {process.last_words()}")
 
 
-async def audit(options: argparse.Namespace) -> Samples:
-    """Collects all samples from the server that the options name, or from one of its own."""
+async def audit(options: argparse.Namespace) -> list[Samples]:
+    """Collects the samples of all runs from the server that the options name, or one of its own."""
     with tempfile.TemporaryDirectory(prefix="kvledger-audit-") as folder:
         process: ServerProcess | None = None
         if options.server is None:
+            if options.random_model:
+                options.model = str(write_random_model(Path(folder) / "random-model"))
             process, address, tokens = await started(Path(folder), options)
         else:
             address = options.server
             tokens = [path.read_text().strip() for path in options.token_file]
         client = Client(address, tokens)
         try:
-            words = Words(options.seed, await client.vocabulary())
-            for tenant in ("A", "B", "A", "B"):  # do not count
-                await client.ask(tenant, words.draw(options.prompt))
-            order = draw_order(options.requests, max(40, options.requests // 4), options.seed)
-            return await collect(client.ask, words, options.prompt, order)
+            vocabulary = await client.vocabulary()
+            sent = Beginnings()
+            return [
+                await one_run(client, Words(options.seed + run, vocabulary), options, run, sent)
+                for run in range(options.runs)
+            ]
         finally:
             await client.close()
             if process is not None:
                 await process.stop()
 
 
+async def one_run(
+    client: Client, words: Words, options: argparse.Namespace, number: int, sent: Beginnings
+) -> Samples:
+    """A run, counted from 0, with words and an order of its own."""
+    for tenant in ("A", "B", "A", "B"):  # do not count
+        prompt = words.draw(options.prompt)
+        await client.ask(tenant, prompt)
+        if tenant == "B":
+            sent.add(prompt)
+    order = draw_order(options.requests, max(40, options.requests // 4), options.seed + number)
+    began = time.monotonic()
+    samples = await collect(client.ask, words, options.prompt, order, sent)
+    if options.runs > 1:
+        print(f"{number + 1:3}{row(samples)}   {time.monotonic() - began:.0f} s", flush=True)
+    return samples
+
+
 async def run(options: argparse.Namespace) -> int:
     """The whole program; 0 if the tenants are apart, 1 if not, or if nothing is shown."""
     began = time.monotonic()
     try:
-        samples = await audit(options)
+        runs = await audit(options)
     except (NotRun, OSError) as error:
         print(f"bench.audit: {error}", file=sys.stderr)
         return 1
     except grpc.aio.AioRpcError as error:
         print(f"bench.audit: {error.code().name}: {error.details()}", file=sys.stderr)
         return 1
+    several = len(runs) > 1
+    model = f"{DESCRIBED}; " if options.random_model else ""
     print(
-        f"prompts of {options.prompt} tokens, {_PREFIX:.0%} of them sent before; seed "
-        f"{options.seed}; {time.monotonic() - began:.0f} s\n{report(samples)}"
+        f"{model}prompts of {options.prompt} tokens, {_PREFIX:.0%} of them sent before; seed "
+        f"{options.seed}; {time.monotonic() - began:.0f} s\n"
+        f"{report_of(runs) if several else report(runs[0])}"
     )
-    wrong = verdict(samples)
+    wrong = verdict_of(runs) if several else verdict(runs[0])
     print("\n".join(f"WRONG: {sentence}" for sentence in wrong) or "the tenants are apart")
     return 1 if wrong else 0
 
@@ -261,7 +379,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--token-file", type=Path, action="append", default=[], help="twice: of A and of B"
     )
-    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--model", default="smollm2-135m-instruct", help="as `kvledger serve` has")
+    parser.add_argument("--random-model", action="store_true", help="a small one, made for this")
+    parser.add_argument("--runs", type=count, default=1, help="one after the other")
     parser.add_argument("--threads", type=count, default=2)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)
@@ -270,6 +390,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         2,
     ):
         parser.error("--server goes with --token-file twice, for two tenants")
+    if options.random_model and options.server is not None:
+        parser.error("--random-model is for a server of its own, not for --server")
     options.requests = options.requests or (60 if options.quick else 500)
     options.prompt = options.prompt or (200 if options.quick else 1000)
     return options

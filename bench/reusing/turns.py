@@ -57,6 +57,10 @@ async def measure(server: MeasuredServer, options: argparse.Namespace) -> list[B
                 f"{agree if differs else '-'}",
                 flush=True,
             )
+            if differs:
+                sides = (before[agree : agree + 4], prompt[agree : agree + 4])
+                computed, written = [await server.client.text(ids) for ids in sides]
+                print(f"      computed {computed!r}, now written {written!r}")
             messages.append((generation_pb2.ROLE_ASSISTANT, answer.text))
             before = prompt + answer.tokens
     finally:

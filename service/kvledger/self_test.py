@@ -1,19 +1,22 @@
 """What is tried before anybody is served.
 
 One token from a model, without a server: what `kvledger doctor` proves. And one prompt twice,
-before a server begins: the second time must begin with what the first one left.
+before a server begins: the second time must begin with what the first one left. And conversations,
+through the chat template alone: what their next turns begin with.
 """
 
 from __future__ import annotations
 
 import queue
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import structlog
 
 from kvledger.engine import EndReason, Engine, Job, StepOutcome
+from kvledger.kept_history import first_losses, told_history
 from kvledger.sampling import Sampler, SamplingParameters
 from kvledger.scopes import PrefixScopes
 from kvledger.served_model import ServedModel, load
@@ -29,13 +32,28 @@ _SCOPE = 0
 _FORGET_SECONDS = 5.0
 
 
-def generate_one_token(settings: Settings) -> int | None:
+@dataclass(frozen=True)
+class TriedModel:
+    """What a model did that was loaded for a moment."""
+
+    # The token that it computed; None if its output is unusable.
+    token: int | None
+    # What its chat template keeps of a conversation, in sentences; nothing if it has none.
+    history: tuple[str, ...]
+
+
+def try_model(settings: Settings) -> TriedModel:
     """Loads the model with the smallest useful pool and computes one token of a short prompt.
 
-    None if the model's output is unusable. Raises ModelRefused or SettingRefused.
+    Raises ModelRefused or SettingRefused.
     """
     small = settings.model_copy(update={"kv_blocks": 4, "kv_bytes": None})
     model = load(small)
+    token = _one_token(small, model)
+    return TriedModel(token, told_history(model.kept_turns, model.tokenizer))
+
+
+def _one_token(small: Settings, model: ServedModel) -> int | None:
     outcomes: queue.SimpleQueue[StepOutcome | None] = queue.SimpleQueue()
     engine = Engine(
         model.core,
@@ -66,6 +84,27 @@ def generate_one_token(settings: Settings) -> int | None:
         return None
     finally:
         engine.stop()
+
+
+def tell_history(settings: Settings, model: ServedModel) -> None:
+    """Says in the log, once for each kind of conversation, what its next turn cannot reuse.
+
+    Nothing where all is kept, or nothing is reused. It is looked at in any case: so that no client
+    waits for it later.
+    """
+    losses = first_losses(model.kept_turns)
+    if not settings.reuses_prefixes:
+        return
+    for turn in losses:
+        _log.info(
+            "chat_history_rewritten",
+            conversation=turn.conversation,
+            turn=turn.turn,
+            turn_tokens=turn.tokens,
+            kept_tokens=turn.kept,
+            computed=model.tokenizer.decode(turn.computed_ids, with_control_tokens=True),
+            written=model.tokenizer.decode(turn.written_ids, with_control_tokens=True),
+        )
 
 
 def warn_unless_reused(settings: Settings, model: ServedModel) -> None:

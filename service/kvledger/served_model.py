@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import structlog
 
@@ -12,12 +13,14 @@ from kvledger import _core
 from kvledger.books.process_memory import LoadedMemory
 from kvledger.engine import CoreEngine, make_core
 from kvledger.errors import SettingRefused
+from kvledger.kept_history import KeptTurn, kept_turns
 from kvledger.memory import memory_available, resident
 from kvledger.models.config import LlamaConfig, WeightsMode
 from kvledger.models.llama import Llama, load_weights
 from kvledger.models.opening import open_model
 from kvledger.ops import Ops, make_ops
 from kvledger.planning.floors import ModelWork
+from kvledger.scopes.keys import KvIdentity
 from kvledger.settings import Settings
 from kvledger.tenants.shares import PoolShape
 from kvledger.tokenizer import Tokenizer
@@ -47,6 +50,20 @@ class ServedModel:
     llama: Llama
     memory: LoadedMemory  # what loading it took
     work: ModelWork  # of its steps
+
+    @cached_property
+    def kept_turns(self) -> tuple[KeptTurn, ...]:
+        """What the chat template keeps of earlier turns; the first time takes some 50 ms."""
+        return kept_turns(self.tokenizer)
+
+    @property
+    def kv_identity(self) -> KvIdentity:
+        """All that keys and values depend on besides their tokens; no adapter yet."""
+        return KvIdentity(
+            model=self.fingerprint,
+            config=f"{self.config!r}, weights {self.weights_mode}",
+            kv_format=self.kv_format,
+        )
 
     @property
     def pool(self) -> PoolShape:

@@ -48,7 +48,6 @@ from kvledger.rpc.services import (
 )
 from kvledger.sampling import Sampler
 from kvledger.scopes.claims import Scopes
-from kvledger.scopes.keys import KvIdentity
 from kvledger.scopes.public_prefixes import load_public_prefixes
 from kvledger.served_model import ServedModel
 from kvledger.settings import Settings
@@ -386,6 +385,5 @@ def _memory_of(model: ServedModel, constraints: int) -> ProcessMemory:
 
 def _scopes_of(settings: Settings, model: ServedModel, admission: Admission) -> Scopes:
     """Raises SettingRefused if a public prefix cannot be used."""
-    kv = KvIdentity(model=model.fingerprint, config=repr(model.config), kv_format=model.kv_format)
     public = load_public_prefixes(settings.public_files(), model.tokenizer, model.tokens_max)
-    return Scopes(kv, admission.end_scopes, public, reuses=settings.reuses_prefixes)
+    return Scopes(model.kv_identity, admission.end_scopes, public, reuses=settings.reuses_prefixes)

@@ -8,9 +8,25 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from bench.audit import Sample, Samples, collect, draw_order, parse, report, smallest_leak, verdict
+from bench.audit import (
+    Beginnings,
+    Sample,
+    Samples,
+    collect,
+    draw_order,
+    joined,
+    parse,
+    report,
+    report_of,
+    smallest_leak,
+    verdict,
+    verdict_of,
+)
 from bench.kolmogorov import distance, p_value
 from bench.load import Words
+from bench.random_model import HIDDEN, LAYERS, VOCABULARY, write_random_model
+
+from kvledger.models.opening import open_model
 
 BLOCK = 16
 
@@ -104,6 +120,60 @@ async def test_leaks_and_blindness_are_found(leak: str) -> None:
     assert sentence in " ".join(verdict(await audited(make())))
 
 
+def test_what_begins_alike_by_chance_is_told_apart() -> None:
+    """Ten runs would end with a leak that is none: B itself began two prompts with one word."""
+    sent = Beginnings()
+    sent.add((5, 6, 7, 8, 9, 10))
+    sent.add((1, 2))
+    common = [sent.common(prompt) for prompt in ((5, 6, 1, 1), (5, 6, 7, 8, 9), (2, 1), (1, 3), ())]
+    assert common == [2, 4, 0, 1, 0]
+
+
+async def test_a_word_of_its_own_is_no_leak() -> None:
+    """The same, and what B has not sent would pass for chance."""
+
+    class FewWords(FakeServer):
+        async def ask(self, tenant: str, prompt: Sequence[int]) -> tuple[float, int]:
+            seconds, reused = await super().ask(tenant, prompt)
+            alike = any(sent[0] == prompt[0] for sent in self._sent[tenant][:-1])
+            return seconds, max(reused, int(alike))
+
+    async def foreign(server: FakeServer) -> int:
+        order = draw_order(100, 40, 1)
+        samples = await collect(server.ask, Words(1, 300), 200, order)
+        assert sum(samples["fresh"].reused) > 5 or not isinstance(server, FewWords)
+        return samples["other"].foreign + samples["fresh"].foreign
+
+    assert await foreign(FewWords()) == 0
+    assert await foreign(FakeServer(shares=0.1)) == 100
+
+
+async def test_one_run_in_ten_may_differ_by_chance() -> None:
+    """Ten runs would pass with a leak in each, or fail by the chance that a test at 1 % has."""
+    apart = [await audited(FakeServer()) for _ in range(9)]
+    leaky = await audited(FakeServer(0.2, tells=False))
+    blind = await audited(FakeServer(reuses=False))
+    assert verdict_of([*apart, leaky]) == []
+    assert "differ in 2 of 10 runs; 1 may be chance" in verdict_of([*apart[1:], leaky, leaky])[0]
+    assert "differ in 1 of 9 runs; 0 may be chance" in verdict_of([*apart[1:], leaky])[0]
+    assert len(verdict_of([*apart, blind])) == 2, "being blind is no chance"
+    told = report_of([*apart, leaky])
+    assert "9 of 10 runs: p > 0.01" in told
+    assert "n = 100 + 100, own 40" in told
+    assert len(joined([*apart, leaky])["fresh"].seconds) == 1000
+
+
+def test_the_random_model_can_be_served(tmp_path: Path) -> None:
+    """The long audit would not start, or of another model at each run."""
+    with open_model(str(write_random_model(tmp_path / "one"))) as opened:
+        assert (opened.config.layers, opened.config.hidden) == (LAYERS, HIDDEN)
+        assert opened.tokenizer.vocabulary_size == VOCABULARY
+        assert opened.config.context_tokens > 1001
+        fingerprint = opened.fingerprint
+    with open_model(str(write_random_model(tmp_path / "two"))) as opened:
+        assert opened.fingerprint == fingerprint
+
+
 def test_a_whole_prefix_that_saves_nothing_shows_nothing() -> None:
     """It would be said that a leak of 0 ms would be seen."""
     same = [float(value) for value in range(50)]
@@ -118,6 +188,7 @@ def test_the_options(tmp_path: Path) -> None:
     assert (parse(["--quick"]).requests, parse(["--quick"]).prompt) == (60, 200)
     both = ["--server", "unix:/x", "--token-file", str(tmp_path), "--token-file", str(tmp_path)]
     assert len(parse(both).token_file) == 2
-    for wrong in (both[:2], both[:4], both[2:]):
+    assert parse(["--random-model", "--runs", "10"]).runs == 10
+    for wrong in (both[:2], both[:4], both[2:], [*both, "--random-model"], ["--runs", "0"]):
         with pytest.raises(SystemExit):
             parse(wrong)

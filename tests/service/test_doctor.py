@@ -13,7 +13,7 @@ import pytest
 from authorities import Files
 from structlog.testing import CapturingLogger
 from tenants_harness import TenantsOfTest
-from tiny_model import TinyShape, random_weights, write_gguf
+from tiny_model import CHAT_TEMPLATE, TinyShape, random_weights, write_gguf
 
 from kvledger import served_model
 from kvledger.cli import doctor
@@ -60,6 +60,8 @@ def examine(capsys: Captured, *arguments: str) -> Report:
     for line in shown.out.splitlines():
         if line.startswith(("ok  ", "FAIL")):
             state, subject, text = line.split(None, 2)
+            if subject in findings:  # of what is told in several lines
+                text = f"{findings[subject][1]}\n{text}"
             findings[subject] = (state == "ok", text)
         else:
             mends.append(line.split("to mend it: ")[1])
@@ -68,7 +70,8 @@ def examine(capsys: Captured, *arguments: str) -> Report:
 
 def bad(report: Report) -> list[str]:
     """Subjects of what is not good; every subject must be there."""
-    assert list(report.findings) == SUBJECTS, "one fault must not hide the others"
+    further = ["history"] if "history" in report.findings else []
+    assert list(report.findings) == [*SUBJECTS, *further], "one fault must not hide the others"
     assert report.errors == ""
     return [subject for subject, (good, _) in report.findings.items() if not good]
 
@@ -83,6 +86,31 @@ def test_a_healthy_machine_is_called_so(tiny: Path, capsys: Captured) -> None:
     fingerprint = hashlib.sha256(tiny.read_bytes()).hexdigest()
     assert fingerprint[:16] in report.findings["model"][1]
     assert "generated one token" in report.findings["self-test"][1]
+    kept = "text, system, blanks: the next turn begins with all that was computed"
+    assert report.findings["history"] == (True, kept)
+
+
+def test_a_template_that_rewrites_earlier_turns_is_told(tmp_path: Path, capsys: Captured) -> None:
+    """Nobody would know why conversations are computed anew; and it is no fault to mend."""
+    template = CHAT_TEMPLATE.replace("m.content", "m.content | trim")
+    changes = {"tokenizer.chat_template": template}
+    path = write_gguf(tmp_path / "trims.gguf", changes=changes)
+    report = examine(capsys, "--model", str(path))
+    assert report.status == 0
+    assert bad(report) == []
+    kept, lost = report.findings["history"][1].splitlines()
+    assert kept.startswith("text, system: ")
+    assert lost.startswith("blanks: of the 29 tokens of turn 1 the next one begins with 23; ")
+    assert "then it has 70 'F'" in lost
+    assert "where 32 ' '" in lost
+
+
+def test_a_model_without_a_template_has_no_history(tmp_path: Path, capsys: Captured) -> None:
+    """The report would speak of conversations that cannot be had."""
+    path = write_gguf(tmp_path / "plain.gguf", changes={"tokenizer.chat_template": None})
+    report = examine(capsys, "--model", str(path))
+    assert bad(report) == []
+    assert "history" not in report.findings
 
 
 def test_one_thread_has_nobody_to_meet(tiny: Path, capsys: Captured) -> None:

@@ -14,7 +14,7 @@ from tiny_model import CONTROL_TOKENS, TinyShape, write_gguf
 from kvledger import _core, served_model
 from kvledger.errors import ModelRefused, SettingRefused
 from kvledger.models.catalogue import CATALOGUE, KnownModel
-from kvledger.self_test import generate_one_token
+from kvledger.self_test import try_model
 from kvledger.served_model import load, pool_blocks
 
 LAYOUT = _core.KvLayout(layers=2, kv_heads=2, head_dim=16, block_tokens=32)
@@ -241,12 +241,12 @@ def test_the_pool_is_sized_by_what_is_free_after_the_weights(
 
 def test_one_token_proves_a_model(tiny: Path, tmp_path: Path) -> None:
     """`kvledger doctor` would call a working model broken, or a broken one working."""
-    token = generate_one_token(settings("--model", str(tiny), "--kv-bytes", "1TiB"))
+    token = try_model(settings("--model", str(tiny), "--kv-bytes", "1TiB")).token
     assert token is not None
     assert 0 <= token < 261
     # The prompt is longer than this context, and is cut.
     short = write_gguf(tmp_path / "short.gguf", TinyShape(context=4))
-    assert generate_one_token(settings("--model", str(short))) is not None
+    assert try_model(settings("--model", str(short))).token is not None
 
 
 def test_a_model_whose_output_is_no_number_is_found_out(tmp_path: Path) -> None:
@@ -257,4 +257,4 @@ def test_a_model_whose_output_is_no_number_is_found_out(tmp_path: Path) -> None:
     weights = random_weights(shape, seed=0)
     weights["model.norm.weight"][:] = float("nan")
     path = write_gguf(tmp_path / "broken.gguf", shape, weights=weights)
-    assert generate_one_token(settings("--model", str(path))) is None
+    assert try_model(settings("--model", str(path))).token is None

@@ -8,10 +8,13 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from kvledger.chat_output.parser import ChatParser, Segment, SegmentKind
-from kvledger.tokenizer import AnsweredCall, OutputText, Piece
+from kvledger.chat_output.syntax import ChatSyntax
+from kvledger.tokenizer import AnsweredCall, OutputText, Piece, TokenIds, Tokenizer
 
 # As some templates ask of the ids of calls that they are given again.
 _ID_CHARACTERS = 9
+# Tokens at the end of a prompt that are looked at for an open mark of reasoning.
+_TAIL_TOKENS = 32
 
 
 def _new_id() -> str:
@@ -46,6 +49,30 @@ class ChatOutput:
         self._characters_told = 0  # up to the end of the last segment
         self._characters_shown = 0  # up to the end of the last segment that is shown
         self._calls = 0
+
+    @classmethod
+    def of(
+        cls,
+        output: OutputText,
+        syntax: ChatSyntax,
+        tools: Collection[str],
+        prompt: TokenIds,
+        tokenizer: Tokenizer,
+    ) -> ChatOutput:
+        """`output` with its parts told apart, as a template's syntax has them.
+
+        `tools` are the names that calls may have, `prompt` the ids of the prompt, int32 [tokens].
+        """
+        tail = tokenizer.decode(prompt[-_TAIL_TOKENS:], with_control_tokens=True)
+        silent = {
+            token_id: text
+            for token_id, text in tokenizer.control_texts.items()
+            if text in syntax.marks
+        }
+        parser = ChatParser(
+            syntax, tools, silent_marks=silent.values(), reasons=syntax.reasons_after(tail)
+        )
+        return cls(output, parser, silent)
 
     @property
     def can_stop(self) -> bool:

@@ -123,22 +123,24 @@ def _tenants(settings: Settings) -> Finding:
 
 
 def _self_test(settings: Settings) -> Finding:
-    """Loads the model with a small pool and generates one token."""
+    """Loads the model with a small pool, generates one token, and looks at its chat template."""
     known = CATALOGUE.get(settings.model)
     if known is not None and not known.is_fetched:
         return Finding(False, "self-test", "not run: there is no model", "fetch the model first")
-    from kvledger.self_test import generate_one_token
+    from kvledger.self_test import try_model
 
     started = time.monotonic()
-    token = generate_one_token(settings)
+    tried = try_model(settings)
     seconds = time.monotonic() - started
     return Finding(
-        token is not None,
+        tried.token is not None,
         "self-test",
         f"loaded and generated one token in {seconds:.1f} s"
-        if token is not None
+        if tried.token is not None
         else "the model's output is not a number",
         "the model file is unusable: try another one",
+        # None of it is a fault of this machine.
+        tuple(Finding(True, "history", sentence) for sentence in tried.history),
     )
 
 

@@ -32,12 +32,13 @@ def run(arguments: Sequence[str]) -> int:
             if (reason := why_not_free(address)) is not None:
                 raise SettingRefused(f"{option} {address}: {reason}; choose another address")
         # Torch takes seconds to import; a wrong setting should not.
-        from kvledger.self_test import warn_unless_reused
+        from kvledger.self_test import tell_history, warn_unless_reused
         from kvledger.served_model import load
         from kvledger.server import BROKE, Server
 
         async def serve() -> int:
             model = load(settings, _say)
+            tell_history(settings, model)
             warn_unless_reused(settings, model)
             return await Server(settings, model).run()
 

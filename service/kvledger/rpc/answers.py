@@ -7,14 +7,12 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvledger.chat_output import ChatOutput, ChatParser, ChatSyntax
+from kvledger.chat_output import ChatOutput, ChatSyntax
+from kvledger.served_model import ServedModel
 from kvledger.tokenizer import OutputText, Piece, Tokenizer
 from kvledger.v1 import generation_pb2, models_pb2
 
 AnswerOutput: TypeAlias = OutputText | ChatOutput
-
-# Tokens at the end of a prompt that are looked at for an open mark of reasoning.
-_TAIL_TOKENS = 32
 
 
 def answer_output(
@@ -30,17 +28,8 @@ def answer_output(
     syntax = ChatSyntax.of(tokenizer.chat_template_source)
     if not request.output.parse_chat or not syntax.marks:
         return output
-    tail = tokenizer.decode(prompt[-_TAIL_TOKENS:], with_control_tokens=True)
-    silent = {
-        token_id: text for token_id, text in tokenizer.control_texts.items() if text in syntax.marks
-    }
-    parser = ChatParser(
-        syntax,
-        [tool.name for tool in request.chat.tools],
-        silent_marks=silent.values(),
-        reasons=syntax.reasons_after(tail),
-    )
-    return ChatOutput(output, parser, silent)
+    names = [tool.name for tool in request.chat.tools]
+    return ChatOutput.of(output, syntax, names, prompt, tokenizer)
 
 
 def fill_delta(delta: generation_pb2.Delta, piece: Piece) -> None:
@@ -61,8 +50,9 @@ def fill_sample(sample: generation_pb2.Sample, answer: Piece) -> None:
         sample.tool_calls.add(id=call.id, name=call.name, arguments=call.arguments)
 
 
-def chat_support(tokenizer: Tokenizer) -> models_pb2.ChatSupport:
+def chat_support(model: ServedModel) -> models_pb2.ChatSupport:
     """What a model's chat template can write, and what of its answers can be told apart."""
+    tokenizer = model.tokenizer
     template = tokenizer.chat_template
     syntax = ChatSyntax.of(tokenizer.chat_template_source)
     return models_pb2.ChatSupport(
@@ -70,4 +60,15 @@ def chat_support(tokenizer: Tokenizer) -> models_pb2.ChatSupport:
         tool_calls=template is not None and template.takes_tool_calls,
         call_syntax="" if syntax.calls is None else syntax.calls.value,
         reasoning=syntax.reasoning is not None,
+        history=[
+            models_pb2.ChatHistory(
+                conversation=turn.conversation,
+                turn=turn.turn,
+                turn_tokens=turn.tokens,
+                kept_tokens=turn.kept,
+                computed_ids=turn.computed_ids,
+                written_ids=turn.written_ids,
+            )
+            for turn in model.kept_turns
+        ],
     )

@@ -209,5 +209,5 @@ def model_message(model: ServedModel) -> models_pb2.Model:
             block_bytes=layout.block_bytes,
             tokens=model.blocks * layout.slots_per_block(model.kv_format),
         ),
-        chat=chat_support(model.tokenizer),
+        chat=chat_support(model),
     )

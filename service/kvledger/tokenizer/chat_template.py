@@ -137,6 +137,10 @@ class ChatTemplate:
         """Whether the template reads the calls of a message."""
         return "tool_calls" in self._environment.attributes | self._environment.string_constants
 
+    def reads(self, variable: str) -> bool:
+        """Whether the template reads a variable of this name."""
+        return variable in self._environment.names
+
     def render(
         self,
         messages: Sequence[ChatMessage],

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 
@@ -335,6 +336,20 @@ class Tokenizer:
         """
         first = self._vocabulary.first_ids
         return np.array([*first, *encode_all(self._vocabulary.encoder, [text])[0]], dtype=np.int32)
+
+    def encode_answer(self, text: str, marks: Collection[str] = ()) -> TokenIds:
+        """Ids of a text as a model would write it after a prompt, shape [tokens].
+
+        Those of `marks` that are control tokens of the vocabulary become them. For what the server
+        itself writes, never for a client's text.
+        """
+        known = sorted(filter(self._id_of_control.__contains__, marks), key=len, reverse=True)
+        pieces = re.split(f"({'|'.join(map(re.escape, known))})", text) if known else [text]
+        texts = iter(encode_all(self._vocabulary.later_encoder, pieces[::2]))
+        ids: list[int] = []
+        for place, piece in enumerate(pieces):
+            ids += [self._id_of_control[piece]] if place % 2 else next(texts)
+        return np.array(ids, dtype=np.int32)
 
     @property
     def chat_template(self) -> ChatTemplate | None:

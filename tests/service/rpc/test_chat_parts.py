@@ -299,6 +299,8 @@ async def test_what_a_model_can_do_is_told(
     assert (await marked_server.models.GetModel(request)).model.chat.call_syntax == "marked"
     async with serving() as plain:
         chat = (await plain.models.GetModel(request)).model.chat
+        assert [turn.conversation for turn in chat.history[::2]] == ["text", "system", "blanks"]
+        chat.ClearField("history")
         assert chat == models_pb2.ChatSupport()
 
 
