@@ -31,10 +31,27 @@ std::optional<std::string> PrefixIndex::audit_node(CacheSlot slot) const {
   if (blocks_[slot].position != before) {
     return name + " is not as deep as it says";
   }
+  if (!is_among_kin(slot)) {
+    return name + " is not where its kin are";
+  }
   if (may_go(node) != node.is_offered) {
     return name + " is offered wrongly";
   }
   return audit_life(slot);
+}
+
+bool PrefixIndex::is_among_kin(CacheSlot slot) const {
+  const Node& node = nodes_[slot];
+  const auto is_kin = [&](CacheSlot other) {
+    return nodes_[other].serial != 0 && nodes_[other].parent == node.parent &&
+           nodes_[other].scope == node.scope;
+  };
+  if (node.younger_kin == kNoSlot) {
+    return youngest_of(node.parent, node.scope) == slot;
+  }
+  return is_kin(node.younger_kin) && nodes_[node.younger_kin].older_kin == slot &&
+         (node.older_kin == kNoSlot ||
+          (is_kin(node.older_kin) && nodes_[node.older_kin].younger_kin == slot));
 }
 
 std::optional<std::string> PrefixIndex::audit_life(CacheSlot slot) const {

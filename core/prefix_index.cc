@@ -42,6 +42,7 @@ PrefixIndex::PrefixIndex(const PrefixIndexSettings& settings, const MakePolicy& 
   nodes_.resize(count);
   tokens_.resize(count * static_cast<std::size_t>(settings.block_tokens));
   buckets_.resize(std::bit_ceil(2 * count), kNoSlot);
+  families_.resize(buckets_.size(), kNoSlot);
   free_.reserve(count);
   for (std::size_t slot = count; slot-- > 0;) {
     free_.push_back(static_cast<CacheSlot>(slot));
@@ -159,11 +160,12 @@ std::optional<PrefixNode> PrefixIndex::place(PrefixNode parent, ScopeId scope,
 
 std::optional<PrefixIndex::Likeness> PrefixIndex::likest(PrefixNode parent, ScopeId scope,
                                                          std::span<const Token> tokens) const {
-  CacheSlot child = parent == root() ? first_of_root_ : at(parent).first_child;
+  KVL_CHECK(parent == root() || knows(parent));
+  CacheSlot child = youngest_of(parent.slot, scope);
   Likeness best;
   for (int i = 0; i < kChildrenCompared && child != kNoSlot; ++i) {
     const Node& node = nodes_[child];
-    if (node.is_filled && node.scope == scope) {
+    if (node.is_filled) {
       const Token* own = tokens_.data() + child * static_cast<std::size_t>(settings_.block_tokens);
       const auto differ = std::mismatch(tokens.begin(), tokens.end(), own, own + node.tokens).first;
       const std::int64_t alike = differ - tokens.begin();
@@ -171,9 +173,63 @@ std::optional<PrefixIndex::Likeness> PrefixIndex::likest(PrefixNode parent, Scop
         best = Likeness{PrefixNode{node.serial, child}, alike};
       }
     }
-    child = node.next_sibling;
+    child = node.older_kin;
   }
   return best.tokens == 0 ? std::nullopt : std::optional(best);
+}
+
+std::size_t PrefixIndex::family_bucket(CacheSlot parent, ScopeId scope) const noexcept {
+  const std::uint64_t both = std::uint64_t{parent} << 32 | scope.value();
+  return mix(both ^ settings_.seed, kScopeFactor ^ settings_.seed) & (families_.size() - 1);
+}
+
+CacheSlot PrefixIndex::youngest_of(CacheSlot parent, ScopeId scope) const noexcept {
+  CacheSlot youngest = families_[family_bucket(parent, scope)];
+  while (youngest != kNoSlot &&
+         (nodes_[youngest].parent != parent || nodes_[youngest].scope != scope)) {
+    youngest = nodes_[youngest].next_family;
+  }
+  return youngest;
+}
+
+CacheSlot& PrefixIndex::family_link(CacheSlot youngest) noexcept {
+  const Node& node = nodes_[youngest];
+  CacheSlot* link = &families_[family_bucket(node.parent, node.scope)];
+  while (*link != youngest) {
+    link = &nodes_[*link].next_family;
+  }
+  return *link;
+}
+
+void PrefixIndex::link_to_kin(CacheSlot slot) noexcept {
+  Node& node = nodes_[slot];
+  const CacheSlot older = youngest_of(node.parent, node.scope);
+  if (older == kNoSlot) {
+    CacheSlot& first = families_[family_bucket(node.parent, node.scope)];
+    node.next_family = first;
+    first = slot;
+    return;
+  }
+  CacheSlot& link = family_link(older);
+  node.older_kin = older;
+  node.next_family = nodes_[older].next_family;
+  nodes_[older].younger_kin = slot;
+  link = slot;
+}
+
+void PrefixIndex::unlink_from_kin(CacheSlot slot) noexcept {
+  const Node& node = nodes_[slot];
+  if (node.older_kin != kNoSlot) {
+    nodes_[node.older_kin].younger_kin = node.younger_kin;
+  }
+  if (node.younger_kin != kNoSlot) {
+    nodes_[node.younger_kin].older_kin = node.older_kin;
+  } else if (node.older_kin != kNoSlot) {
+    nodes_[node.older_kin].next_family = node.next_family;
+    family_link(slot) = node.older_kin;
+  } else {
+    family_link(slot) = node.next_family;
+  }
 }
 
 void PrefixIndex::link(CacheSlot slot) {
@@ -188,6 +244,7 @@ void PrefixIndex::link(CacheSlot slot) {
     nodes_[eldest].previous_sibling = slot;
   }
   eldest = slot;
+  link_to_kin(slot);
 
   CacheSlot& of_scope = scopes_.at(node.scope).first;
   node.next_of_scope = of_scope;
@@ -213,6 +270,7 @@ void PrefixIndex::unlink(CacheSlot slot) {
   if (node.next_sibling != kNoSlot) {
     nodes_[node.next_sibling].previous_sibling = node.previous_sibling;
   }
+  unlink_from_kin(slot);
 
   if (node.previous_of_scope != kNoSlot) {
     nodes_[node.previous_of_scope].next_of_scope = node.next_of_scope;

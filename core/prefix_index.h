@@ -93,7 +93,8 @@ class PrefixIndex {
                                   CacheOwner owner = CacheOwner{0});
 
   // Of a node's children in `scope`, the filled one that begins with the most of `tokens`, and how
-  // many; nothing if none begins so. Only the youngest few children are looked at.
+  // many; nothing if none begins so. Only the youngest few of that scope are looked at: what other
+  // scopes have there changes nothing.
   struct Likeness {
     PrefixNode node;
     std::int64_t tokens = 0;
@@ -185,6 +186,10 @@ class PrefixIndex {
     CacheSlot first_child = kNoSlot;
     CacheSlot previous_sibling = kNoSlot;
     CacheSlot next_sibling = kNoSlot;
+    // Its kin: the children of its parent in its scope, from the youngest on.
+    CacheSlot younger_kin = kNoSlot;
+    CacheSlot older_kin = kNoSlot;
+    CacheSlot next_family = kNoSlot;  // of the youngest of a family: another in the same bucket
     CacheSlot previous_of_scope = kNoSlot;
     CacheSlot next_of_scope = kNoSlot;
     CacheSlot previous_of_owner = kNoSlot;
@@ -213,6 +218,13 @@ class PrefixIndex {
   CacheSlot search(PrefixNode parent, ScopeId scope, std::span<const Token> tokens,
                    std::uint64_t key) const noexcept;
   CacheSlot& bucket(std::uint64_t key) noexcept;
+  std::size_t family_bucket(CacheSlot parent, ScopeId scope) const noexcept;
+  // The youngest child of a parent in a scope.
+  CacheSlot youngest_of(CacheSlot parent, ScopeId scope) const noexcept;
+  // Where in its bucket the youngest of a family is named.
+  CacheSlot& family_link(CacheSlot youngest) noexcept;
+  void link_to_kin(CacheSlot slot) noexcept;
+  void unlink_from_kin(CacheSlot slot) noexcept;
   // The scope and owner of a new node, made if there are none.
   Scope& scope_for(ScopeId scope, CacheOwner owner);
   Owner* find_owner(CacheOwner owner) noexcept;
@@ -249,6 +261,7 @@ class PrefixIndex {
   // Forgets a node and all below it.
   void purge_from(CacheSlot top, std::vector<BlockId>& freed, std::vector<BlockId>& pinned);
   std::optional<std::string> audit_node(CacheSlot slot) const;
+  bool is_among_kin(CacheSlot slot) const;
   std::optional<std::string> audit_owners() const;
   std::optional<std::string> audit_life(CacheSlot slot) const;
 
@@ -258,6 +271,7 @@ class PrefixIndex {
   std::vector<Node> nodes_;
   std::vector<Token> tokens_;  // [slot][block_tokens]
   std::vector<CacheSlot> buckets_;
+  std::vector<CacheSlot> families_;  // the youngest of each family, by parent and scope
   std::vector<CacheSlot> free_;
   CacheSlot first_of_root_ = kNoSlot;
   std::unordered_map<ScopeId, Scope> scopes_;

@@ -145,3 +145,38 @@ TEST_CASE("purging a scope leaves nothing of it, nor below it") {
   index.index.purge(kBen, freed, pinned);  // nothing there
   index.audit();
 }
+
+TEST_CASE("the likest block is found whatever others have beside it") {
+  // If this fails, what a tenant reuses tells what others have sent (S06).
+  Index index;
+  const PrefixNode shared = index.cached(kRoot, kPublic, {1, 2, 3, 4}, 0);
+  index.index.pin(shared);
+  for (const PrefixNode parent : {kRoot, shared}) {
+    const PrefixNode own = index.cached(parent, kAnna, {9, 8, 7, 6}, parent == kRoot ? 1 : 2);
+    for (Token token = 0; token < 20; ++token) {
+      index.cached(parent, kBen, {9, 8, 7, token},
+                   3 + static_cast<std::uint32_t>(token) + (parent == kRoot ? 0U : 20U));
+    }
+    const auto found = index.index.likest(parent, kAnna, Tokens{9, 8, 5});
+    REQUIRE(found.has_value());
+    CHECK(found->node == own);
+    CHECK(found->tokens == 2);
+    index.audit();
+  }
+}
+
+TEST_CASE("of its own a scope has the youngest few compared") {
+  // If this fails, a tenant with many beginnings makes each step long.
+  Index index;
+  index.cached(kRoot, kAnna, {9, 8, 7, 6}, 0);
+  for (Token token = 0; token < 16; ++token) {
+    index.cached(kRoot, kAnna, {5, token, 0, 0}, 1 + static_cast<std::uint32_t>(token));
+  }
+  CHECK_FALSE(index.index.likest(kRoot, kAnna, Tokens{9, 8, 5}).has_value());
+  CHECK(index.index.likest(kRoot, kAnna, Tokens{5, 3})->tokens == 2);
+  std::vector<BlockId> freed;
+  std::vector<BlockId> pinned;
+  index.index.purge(*index.index.find(kRoot, kAnna, Tokens{5, 7, 0, 0}), freed, pinned);
+  index.audit();
+  CHECK(index.index.likest(kRoot, kAnna, Tokens{9, 8, 5})->tokens == 2);
+}

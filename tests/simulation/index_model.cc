@@ -80,10 +80,11 @@ std::pair<IndexModel::Node*, std::int64_t> IndexModel::likest(const Node* parent
                                                               std::uint32_t scope,
                                                               const std::vector<Token>& tokens) {
   std::vector<Node*> children = children_of(parent);
+  std::erase_if(children, [scope](const Node* child) { return child->scope() != scope; });
   children.resize(std::min(children.size(), kChildrenCompared));
   std::pair<Node*, std::int64_t> best{nullptr, 0};
   for (Node* const child : children) {
-    if (!child->block || child->scope() != scope) {
+    if (!child->block) {
       continue;
     }
     const std::vector<Token> own(child->place->tokens.end() - block_tokens_,

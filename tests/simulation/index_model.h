@@ -54,8 +54,8 @@ class IndexModel {
   void unpin(Node& node);
   void fill(Node& node, std::uint32_t block);
   void use(Node& node) { node.used = ++uses_; }
-  // The filled child in `scope` that begins with the most of `tokens`, of the youngest 16 children
-  // in any scope; and how many.
+  // The filled child in `scope` that begins with the most of `tokens`, of the youngest 16 of that
+  // scope; and how many.
   std::pair<Node*, std::int64_t> likest(const Node* parent, std::uint32_t scope,
                                         const std::vector<Token>& tokens);
 

@@ -1,0 +1,244 @@
+"""DiagnosisService: what limits the service, for operators; where a request's time went."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import grpc
+from google.protobuf import duration_pb2
+
+from kvledger.books.lines import EndedRequest
+from kvledger.books.reader import BooksReader
+from kvledger.books.recent import RecentRequests
+from kvledger.books.snapshot import Snapshot
+from kvledger.diagnosis.counts import Counts, EngineCounts, PoolCounts
+from kvledger.diagnosis.diagnosis import Diagnosis, changes, diagnose
+from kvledger.diagnosis.findings import percent
+from kvledger.diagnosis.history import GRAIN, History
+from kvledger.diagnosis.observation import PhaseFigures, Setup
+from kvledger.diagnosis.traffic import Traffic
+from kvledger.engine import Engine
+from kvledger.errors import BooksUnavailable, FieldViolation, InvalidRequest, RequestUnknown
+from kvledger.rpc.calls import this_call
+from kvledger.rpc.errors import abort
+from kvledger.rpc.translation import duration
+from kvledger.tenants.roles import Role
+from kvledger.v1 import diagnosis_pb2, diagnosis_pb2_grpc
+
+_Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+_INTERVAL = 60.0
+_INTERVAL_MOST = 86_400.0
+_NANOS = 1_000_000_000
+# What clients are told of waits: rounded up to powers of two of this, in nanoseconds.
+_ROUNDED = 100_000_000
+
+
+class DiagnosisServicer(diagnosis_pb2_grpc.DiagnosisServiceServicer):
+    """See DiagnosisService in the contract. Belongs to the event loop's thread."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        engine: Engine,
+        traffic: Traffic,
+        reader: BooksReader,
+        recent: RecentRequests,
+        formats: Mapping[str, int],
+    ) -> None:
+        """`formats` are bytes of a token by the KV formats that the build has."""
+        self._setup = setup
+        self._engine = engine
+        self._traffic = traffic
+        self._reader = reader
+        self._recent = recent
+        self._formats = formats
+        self._history = History(self._counts(None))
+
+    async def watch(self) -> None:
+        """Keeps counts now and then, until it is cancelled."""
+        while True:
+            await asyncio.sleep(GRAIN)
+            try:
+                self._history.note(self._counts(await self._reader.read()))
+            except BooksUnavailable:
+                continue  # the engine's end is told elsewhere
+
+    async def Diagnose(  # noqa: N802  # the contract's name
+        self, request: diagnosis_pb2.DiagnoseRequest, context: _Context
+    ) -> diagnosis_pb2.DiagnoseResponse:
+        """What limits the service."""
+        try:
+            seconds = _seconds(request.interval, "interval", _INTERVAL)
+            asked = request.HasField("against")
+            ago = _seconds(request.against, "against", _INTERVAL) if asked else 0.0
+            now = self._counts(await self._reader.read())
+            diagnosis = self._diagnose(now, seconds)
+            response = diagnosis_pb2.DiagnoseResponse()
+            self._fill(response.now, diagnosis)
+            if asked:
+                before = self._diagnose(now, seconds, ago)
+                self._fill(response.before, before)
+                response.changes.extend(changes(diagnosis.seen, before.seen))
+            return response
+        except Exception as error:
+            await abort(context, error)
+
+    async def Explain(  # noqa: N802  # the contract's name
+        self, request: diagnosis_pb2.ExplainRequest, context: _Context
+    ) -> diagnosis_pb2.ExplainResponse:
+        """Where a request's time went."""
+        try:
+            call = this_call()
+            is_client = call.role == Role.CLIENT
+            own = call.caller.account.number if is_client else None
+            ended = self._recent.find(request.request_id, own)
+            if ended is None:
+                raise RequestUnknown
+            return _explained(ended, rounded=is_client)
+        except Exception as error:
+            await abort(context, error)
+
+    def _diagnose(self, now: Counts, seconds: float, ago: float = 0.0) -> Diagnosis:
+        return diagnose(self._setup, self._history.interval(now, seconds, ago), self._formats)
+
+    def _counts(self, snapshot: Snapshot | None) -> Counts:
+        times = (
+            {state: balance.time for state, balance in snapshot.states.items()}
+            if snapshot is not None
+            else dict.fromkeys(("free", "reserved", "held", "cached", "releasing"), 0)
+        )
+        return Counts.now(
+            time.monotonic_ns(),
+            self._engine.step_books,
+            EngineCounts(*self._engine.step_times),
+            PoolCounts(**times),
+            self._traffic.counts,
+        )
+
+    def _fill(self, message: diagnosis_pb2.Diagnosis, diagnosis: Diagnosis) -> None:
+        seen = diagnosis.seen
+        message.interval.CopyFrom(duration(round(seen.seconds * _NANOS)))
+        message.summary = diagnosis.summary
+        for finding in diagnosis.findings:
+            message.findings.add(**vars(finding))
+        for prediction in diagnosis.predictions:
+            message.predictions.add(**vars(prediction))
+        _fill_phase(message.decode, seen.decode, seen.decode_step)
+        _fill_phase(message.prefill, seen.prefill, seen.prefill_step)
+        _fill_traffic(message.traffic, diagnosis)
+        message.busy = seen.busy
+        message.prefill_share = seen.prefill_share
+        message.waterline = seen.waterline
+        message.cached = seen.cached
+        if seen.forecast_error is not None:
+            message.forecast_error = seen.forecast_error
+        peaks = seen.setup.costs.peaks
+        if math.isfinite(peaks.read_bytes_per_second):
+            message.peaks.bytes_per_second = peaks.read_bytes_per_second
+            message.peaks.operations_per_second = peaks.operations("f32")
+
+
+def _fill_phase(
+    message: diagnosis_pb2.Phase, phase: PhaseFigures, steps: tuple[float, float]
+) -> None:
+    message.steps = phase.steps
+    message.seconds = phase.seconds
+    message.tokens = phase.tokens
+    message.sequences = phase.sequences
+    message.context = phase.keys / phase.tokens if phase.tokens else 0.0
+    message.bytes = phase.weight_bytes + phase.kv_bytes
+    message.kv_share = phase.kv_share
+    message.operations = phase.operations
+    message.memory_share = phase.memory_share
+    message.compute_share = phase.compute_share
+    message.bound_by = phase.binds
+    message.step_median, message.step_p99 = steps
+
+
+def _fill_traffic(message: diagnosis_pb2.Traffic, diagnosis: Diagnosis) -> None:
+    seen, traffic = diagnosis.seen, diagnosis.seen.traffic
+    message.requests = traffic.requests
+    message.refused.update(+traffic.refused)
+    message.prompt_median, message.prompt_p95 = seen.prompt_lengths
+    message.output_median, message.output_p95 = seen.output_lengths
+    if seen.prompts:
+        message.reused = traffic.reused_tokens / seen.prompts
+        message.reusable = traffic.reusable_tokens / seen.prompts
+    message.waiting = seen.of_life(traffic.queued_time)
+    message.stalled = seen.of_life(traffic.paused_time)
+    message.delayed = seen.of_life(traffic.delayed_time)
+    message.prompt_tokens.update(+traffic.prompt_tokens)
+
+
+def _seconds(asked: duration_pb2.Duration, field: str, default: float) -> float:
+    seconds = asked.seconds + asked.nanos / 1e9
+    if seconds == 0.0:
+        return default
+    if not 0.0 < seconds <= _INTERVAL_MOST:
+        raise InvalidRequest(
+            [FieldViolation(field, f"is {seconds:g} s, allowed are more than 0 to 86400")]
+        )
+    return seconds
+
+
+def _explained(ended: EndedRequest, *, rounded: bool) -> diagnosis_pb2.ExplainResponse:
+    receipt = ended.receipt
+    assert receipt is not None
+    delayed = receipt.prefill_delayed + receipt.decode_delayed
+    parts = {
+        "queued": receipt.queued - receipt.requeued,
+        "preempted": receipt.requeued,
+        "prefill": receipt.prefill - receipt.prefill_delayed,
+        "decode": receipt.decode - receipt.decode_delayed,
+        "delayed": delayed,
+        "stalled": receipt.paused,
+    }
+    if rounded:
+        for name in ("queued", "preempted", "delayed"):
+            parts[name] = round_up(parts[name])
+    total = sum(parts.values())
+    response = diagnosis_pb2.ExplainResponse(
+        request_id=ended.request_id,
+        tenant="" if rounded else ended.tenant,
+        total=duration(total),
+        summary=_summary(parts, total),
+        prompt_tokens=receipt.prompt_tokens,
+        output_tokens=receipt.output_tokens,
+        reused_tokens=receipt.cached_prompt_tokens,
+        preemptions=receipt.preemptions,
+    )
+    for name, part in parts.items():
+        getattr(response, name).CopyFrom(duration(part))
+    return response
+
+
+_WORDS = {
+    "queued": "waiting for room",
+    "preempted": "waiting for room again after it was preempted",
+    "prefill": "computing its prompt",
+    "decode": "making its tokens",
+    "delayed": "waiting for the prompts of others in the same steps",
+    "stalled": "standing still because its tokens were not read",
+}
+
+
+def _summary(parts: Mapping[str, int], total: int) -> str:
+    if total == 0:
+        return "It took no time."
+    name = max(parts, key=lambda each: parts[each])
+    return f"{percent(parts[name] / total)} of its {total / 1e9:.3g} s went into {_WORDS[name]}."
+
+
+def round_up(nanoseconds: int) -> int:
+    """A wait as clients are told it: the next power of two of 100 ms; 0 stays 0."""
+    if nanoseconds <= 0:
+        return 0
+    rounded = _ROUNDED
+    while rounded < nanoseconds:
+        rounded *= 2
+    return rounded
