@@ -107,11 +107,7 @@ class Server:
         self._constraints, constraints_bytes = measured(lambda: ConstraintCompiler(model.tokenizer))
         self._watch_metrics()
         self._memory = _memory_of(model, constraints_bytes)
-        self._reader = BooksReader(
-            self._engine.books.ask,
-            lambda: self._engine.silence_seconds,
-            settings.heartbeat_timeout,
-        )
+        self._reader = _reader_of(self._engine, settings)
         self._names = AccountNames(self.registry, self._scopes.shared_owner, _OWN_TENANTS)
         self._ledger = LedgerServicer(
             self._reader,
@@ -370,6 +366,10 @@ def _books_of(
         metrics=metrics,
         snapshot=snapshot,
     )
+
+
+def _reader_of(engine: Engine, settings: Settings) -> BooksReader:
+    return BooksReader(engine.books.ask, lambda: engine.silence_seconds, settings.heartbeat_timeout)
 
 
 def _memory_of(model: ServedModel, constraints: int) -> ProcessMemory:

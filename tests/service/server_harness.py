@@ -189,6 +189,7 @@ class ServerHarness:
             tokenizer=tiny().tokenizer if tokenizer is None else tokenizer,
             core=self.core,  # type: ignore[arg-type]
             llama=self.scripted,  # type: ignore[arg-type]
+            blocks=core_changes.get("blocks", tiny().blocks),
             tokens_max=self.core.sequence_tokens_max,
         )
         self.log = Log()
