@@ -6,22 +6,29 @@ import asyncio
 import contextlib
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 from scripted_model import PATIENCE
-from server_harness import ServerHarness, refusal_of, request, serving
+from server_harness import ServerHarness, refusal_of, request, running, serving
 from stepping import settings
 from tenants_harness import TenantsOfTest, bearer
+from tiny_model import write_gguf
+from tiny_server import TinyServer
 
 from kvledger.books.file_statement import Account, state
 from kvledger.books.lines import AccountTime, PoolAccount, StepTime
+from kvledger.books.pool_account import pool_account
 from kvledger.books.prices import read_prices
 from kvledger.books.recorder import Recorder
+from kvledger.books.snapshot import STATES, Snapshot
 from kvledger.errors import SettingRefused
 from kvledger.metrics import Metrics
+from kvledger.scopes.keys import Owner, ScopeKind
 from kvledger.v1 import generation_pb2 as pb
 
 _PRICES = 'unit = "EUR"\nper_device_hour = 7.13\nmemory_share = 0.37\ncompute_share = 0.63\n'
@@ -168,6 +175,8 @@ def _require_whole(folder: Path, prices: Path) -> None:
     assert machines.time.all == last["elapsed"]
     assert machines.time.receipts == last["steps"]
     assert machines.time.elsewhere == 0
+    # Nobody holds anything any more, so all that was held is on a receipt.
+    assert (machines.without_states, machines.blocks.elsewhere) == (0, 0)
     assert machines.blocks.all == replica["blocks"] * last["elapsed"]
     cost, price = machines.cost["EUR"], read_prices(prices)
     assert cost.memory.all == price.memory_nanos(machines.blocks.all, replica["blocks"]) // 1
@@ -185,9 +194,10 @@ def _require_whole(folder: Path, prices: Path) -> None:
 
 async def test_costs_add_up_to_what_the_machine_costs(folder: Path, prices: Path) -> None:
     """Tenants together would pay more or less than the machine took."""
-    async with serving(
-        *("--books", str(folder), "--prices", str(prices)), blocks=12, sequences_max=6
-    ) as server:
+    options = ("--books", str(folder), "--prices", str(prices))
+    harness = ServerHarness(*options, blocks=12, sequences_max=6)
+    harness.model = replace(harness.model, blocks=12)
+    async with running(harness) as server:
 
         async def one(number: int) -> None:
             text = "abcd" * (1 + number % 9)
@@ -326,7 +336,9 @@ def recorder(*arguments: str, **changes: Any) -> Recorder:
     return Recorder(settings(*arguments), **{**options, **changes})
 
 
-async def test_states_of_blocks_are_stated_where_they_are_known(folder: Path) -> None:
+async def test_states_of_blocks_are_stated_where_they_are_known(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Cached memory, and what groups hold, would all be called idle."""
     states = {"free": 60, "reserved": 2, "held": 20, "cached": 15, "releasing": 3}
     pool = PoolAccount(
@@ -343,6 +355,7 @@ async def test_states_of_blocks_are_stated_where_they_are_known(folder: Path) ->
             raise answer
         return await answer if asyncio.iscoroutine(answer) else answer
 
+    monkeypatch.setattr("kvledger.books.recorder._SNAPSHOT_SECONDS", 0.05)
     books = recorder("--books", str(folder), steps=StepTime, snapshot=snapshot)
     await books.start()
     found: list[dict[str, Any]] = []
@@ -364,6 +377,71 @@ async def test_states_of_blocks_are_stated_where_they_are_known(folder: Path) ->
     # An engine that is dead, hangs, or cannot say: the rest is told all the same.
     assert len(others) == 3
     assert all("states" not in line and line["elapsed"] > 10 for line in others)
+
+
+class _Names:
+    """Two tenants of one name, and a group."""
+
+    def of_tenant(self, number: int) -> str:
+        return {1: "acme", 2: "acme"}.get(number, f"t{number}")
+
+    def of_scope(self, number: int) -> Owner | None:
+        return Owner(ScopeKind.GROUP, "g", 1) if number == 1 << 31 else None
+
+
+class _Books:
+    """What a core would say of some accounts, each with so many block-nanoseconds."""
+
+    elapsed, empty_slots = 7, 0
+    states = np.array([(1, 0, n) for n in range(5)], dtype="i8,u8,u4")
+
+    def __init__(self, accounts: dict[int, tuple[int, int, int]]) -> None:
+        names = ("held", "reserved", "cached", "closed")
+        fields = [("account", "u4"), ("open_requests", "i8")]
+        fields += [(name, "i8") for name in names[:3]]
+        fields += [(f"{name}_{unit}", "u8") for unit in ("seconds", "nanos") for name in names]
+        rows = [(number, 0, 0, 0, 0, 0, 0, 0, 0, *times, 0) for number, times in accounts.items()]
+        self.accounts = np.array(rows, dtype=fields)
+
+
+def _account_of(accounts: dict[int, tuple[int, int, int]]) -> PoolAccount:
+    return pool_account(Snapshot(_Books(accounts)), _Names())  # type: ignore[arg-type]
+
+
+def test_accounts_of_one_name_are_one() -> None:
+    """A tenant that came again would have two lines, one of which is not read."""
+    scope = 1 << 31
+    account = _account_of({1: (3, 2, 1), 2: (4, 0, 0), 7: (0, 0, 0), scope: (5, 0, 6)})
+    assert account.states == dict(zip(STATES, range(5), strict=True))
+    assert account.accounts == [
+        AccountTime("acme", False, 7, 2, 1),
+        AccountTime("g", True, 5, 0, 6),
+    ]
+    assert _account_of({scope + 1: (1, 0, 0)}).accounts == [AccountTime("(unknown)", True, 1, 0, 0)]
+
+
+def test_a_line_has_no_more_accounts_than_it_can_bear() -> None:
+    """A server of ten thousand tenants would write a megabyte every few seconds."""
+    account = _account_of({number: (number, 1, 0) for number in range(10, 5010)})
+    assert len(account.accounts) == 1000
+    assert sum(each.held for each in account.accounts) == sum(range(10, 5010))
+    assert sum(each.reserved for each in account.accounts) == 5000
+    assert account.accounts[-1].name == "(others)"
+    assert min(each.held for each in account.accounts[:-1]) == 5009 - 998
+
+
+async def test_what_is_cached_is_stated_apart(folder: Path, tmp_path: Path) -> None:
+    """Cached blocks would be called free, or be in somebody's bill."""
+    harness = TinyServer(write_gguf(tmp_path / "tiny.gguf"), "--books", str(folder))
+    async with running(harness) as server:
+        for _ in range(2):
+            await server.answer(text="a long beginning " * 8)
+    account = lines_in(folder, "pool")[-1]
+    assert account["states"]["cached"] > 0
+    assert sum(account["states"].values()) == account["blocks"] * account["elapsed"]
+    (own,) = [each for each in account["accounts"] if each.get("tenant") == "dev"]
+    assert own["held"] == account["held"]
+    assert state([folder]).machines.blocks.cached == account["states"]["cached"]
 
 
 async def test_without_a_folder_nothing_is_written(tmp_path: Path) -> None:

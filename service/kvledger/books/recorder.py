@@ -28,8 +28,8 @@ _log = structlog.get_logger(__name__)
 
 # How often the pool's account is written, in seconds.
 _INTERVAL = 10.0
-# How long the engine may take to state it, in seconds.
-_SNAPSHOT_SECONDS = 1.0
+# How long the engine may take to state it, in seconds: it does so between two steps.
+_SNAPSHOT_SECONDS = 5.0
 # How long a server that stops waits for the disk, in seconds.
 _CLOSE_SECONDS = 5.0
 
