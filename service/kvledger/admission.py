@@ -12,6 +12,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +31,7 @@ from kvledger.errors import (
 from kvledger.limits import check_prompt_fits
 from kvledger.logit_changes import Constraint
 from kvledger.sampling import SamplingParameters
+from kvledger.scopes import PrefixScopes
 from kvledger.scopes.claims import NO_CLAIM, ScopeClaim
 from kvledger.streams import Mailbox, MailboxLimits, Receipt, Streams, receipt_of_waiting
 from kvledger.tenants.quotas import Quotas
@@ -39,6 +41,8 @@ from kvledger.tenants.tenant import Tenant
 from kvledger.tenants.usage import Phase, Place, TenantUsage
 
 _log = structlog.get_logger(__name__)
+
+Prompt: TypeAlias = "npt.NDArray[np.int32]"
 
 _REFUSALS: Mapping[type[Exception], str] = {
     InvalidRequest: "never_fits",
@@ -135,6 +139,7 @@ class Admission:
         on_receipt: Callable[[Receipt, bool], None] = lambda receipt, shares_public: None,
         price: Callable[[Receipt], Receipt] = lambda receipt: receipt,
         record: Callable[[EndedRequest], None] = lambda ended: None,
+        on_arrival: Callable[[Tenant, PrefixScopes, Prompt], None] = lambda *arrival: None,
     ) -> None:
         """`context_tokens` is the model's context window, `queued_max` the most that may wait.
 
@@ -143,7 +148,8 @@ class Admission:
         it whenever that changes. `on_refusal` is told why a request did not enter: one of
         metrics.REFUSALS. `on_receipt` is told each receipt, and whether what the request shares is
         a public prefix; `record` each request that has ended, with a receipt or not; `price` puts
-        its cost into each receipt.
+        its cost into each receipt; `on_arrival` is told each request that enters: whose it is,
+        which cached blocks it could begin with, and its prompt.
         """
         self._engine = engine
         self._context_tokens = context_tokens
@@ -152,6 +158,7 @@ class Admission:
         self._on_refusal = on_refusal
         self._on_receipt = on_receipt
         self._record = record
+        self._on_arrival = on_arrival
         self._mailboxes = mailboxes
         self._next_sequence = 1
         self._entries: dict[int, _Entry] = {}
@@ -270,6 +277,7 @@ class Admission:
         constraint = sampling.changes.constraint
         place = Place(usage, len(prompt))
         prefix_scopes = scopes.hold()
+        self._on_arrival(caller.account, prefix_scopes, prompt)
         request_id = secrets.token_hex(16)
         entry = _Entry(request_id, caller.name, samples, constraint, place, scopes, label)
         self._entries[sequence] = entry
@@ -404,6 +412,7 @@ class Admission:
             EndedRequest(
                 entry.request_id,
                 entry.tenant,
+                usage.number,
                 entry.samples,
                 entry.label,
                 shares_public,

@@ -194,6 +194,16 @@ class TenantUnknown(Exception):
         )
 
 
+class RequestUnknown(Exception):
+    """No request of this id is kept, or it is not its caller's to ask about; not told apart."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "request_id: no request of this id that has ended and that this caller may ask about; "
+            "the last 20,000 are kept"
+        )
+
+
 class ServerDraining(Exception):
     """The server finishes what it has and takes nothing new."""
 

@@ -19,40 +19,49 @@ from dataclasses import replace
 import structlog
 
 from kvledger import self_test
-from kvledger.admission import Admission
+from kvledger.admission import Admission, Prompt
 from kvledger.books.account_names import AccountNames
-from kvledger.books.lines import PoolAccount, StepTime
+from kvledger.books.lines import EndedRequest, PoolAccount, StepTime
 from kvledger.books.pool_account import pool_account
 from kvledger.books.process_memory import ProcessMemory
 from kvledger.books.reader import BooksReader
+from kvledger.books.recent import RecentRequests
 from kvledger.books.recorder import Recorder
 from kvledger.constraints.compiler import ConstraintCompiler
+from kvledger.diagnosis.setup import kv_formats, setup_of
+from kvledger.diagnosis.traffic import Traffic
 from kvledger.engine import Engine, StepOutcome
 from kvledger.errors import SettingRefused
+from kvledger.machine.peaks import MachinePeaks
 from kvledger.memory import measured
 from kvledger.metrics import Metrics
 from kvledger.metrics_listener import MetricsListener
 from kvledger.prefix_metrics import PrefixMetrics
 from kvledger.public_prefixes import SERVER, compute_public_prefixes
 from kvledger.rpc.connections import KEEPALIVE, Keepalive
+from kvledger.rpc.diagnosis import DiagnosisServicer
 from kvledger.rpc.front import Front
 from kvledger.rpc.generation import GenerationServicer
 from kvledger.rpc.ledger import LedgerServicer
 from kvledger.rpc.models import ModelServicer
 from kvledger.rpc.prompts import PromptEncoder
 from kvledger.rpc.services import (
+    diagnosis_service,
+    explanation_service,
     generation_service,
     ledger_service,
     model_service,
     statement_service,
 )
 from kvledger.sampling import Sampler
+from kvledger.scopes import PrefixScopes
 from kvledger.scopes.claims import Scopes
 from kvledger.scopes.public_prefixes import load_public_prefixes
 from kvledger.served_model import ServedModel
 from kvledger.settings import Settings
 from kvledger.streams import MailboxLimits
 from kvledger.tenants.follower import TenantsFollower
+from kvledger.tenants.tenant import Tenant
 
 _log = structlog.get_logger(__name__)
 
@@ -75,8 +84,13 @@ class Server:
     """Serves one model until it is told to stop."""
 
     def __init__(
-        self, settings: Settings, model: ServedModel, keepalive: Keepalive = KEEPALIVE
+        self,
+        settings: Settings,
+        model: ServedModel,
+        keepalive: Keepalive = KEEPALIVE,
+        peaks: MachinePeaks | None = None,
     ) -> None:
+        """`peaks` are what the machine can do at most; None where nobody measured it."""
         self._settings = settings
         self._model = model
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -88,20 +102,9 @@ class Server:
             self._metrics, lambda: self._engine.prefix_counts, lambda: len(self._scopes)
         )
         self._books = _books_of(settings, model, self._engine, self._metrics, self._pool_account)
-        self._admission = Admission(
-            self._engine,
-            model.config.context_tokens,
-            settings.max_queued,
-            MailboxLimits(settings.mailbox_tokens, settings.stall_timeout),
-            settings.sequences_max,
-            queued_tokens_max=settings.max_queued_tokens,
-            pool=model.pool,
-            set_shares=self._engine.set_shares,
-            on_refusal=self._metrics.refused,
-            on_receipt=self._prefix_metrics.request_ended,
-            price=self._books.price,
-            record=self._books.record,
-        )
+        self._traffic = Traffic(model.pool.slots_per_block)
+        self._recent = RecentRequests()
+        self._admission = self._make_admission()
         self._scopes = _scopes_of(settings, model, self._admission)
         self._prompts = PromptEncoder(model.tokenizer, settings.max_queued)
         self._constraints, constraints_bytes = measured(lambda: ConstraintCompiler(model.tokenizer))
@@ -117,12 +120,45 @@ class Server:
             model.pool,
             model.kv_format,
         )
-        self._front = Front(
-            settings,
+        self._diagnosis = DiagnosisServicer(
+            setup_of(settings, model, peaks),
+            self._engine,
+            self._traffic,
+            self._reader,
+            self._recent,
+            kv_formats(model),
+        )
+        self._front = self._make_front(keepalive)
+        self._metrics_listener: MetricsListener | None = None
+        self._stop_requested = asyncio.Event()
+        self._stop_now = asyncio.Event()
+        self._broke = False
+
+    def _make_admission(self) -> Admission:
+        settings = self._settings
+        return Admission(
+            self._engine,
+            self._model.config.context_tokens,
+            settings.max_queued,
+            MailboxLimits(settings.mailbox_tokens, settings.stall_timeout),
+            settings.sequences_max,
+            queued_tokens_max=settings.max_queued_tokens,
+            pool=self._model.pool,
+            set_shares=self._engine.set_shares,
+            on_refusal=self._on_refusal,
+            on_receipt=self._prefix_metrics.request_ended,
+            price=self._books.price,
+            record=self._record,
+            on_arrival=self._on_arrival,
+        )
+
+    def _make_front(self, keepalive: Keepalive) -> Front:
+        return Front(
+            self._settings,
             [
                 generation_service(
                     GenerationServicer(
-                        model,
+                        self._model,
                         self._engine,
                         self._admission,
                         self._prompts,
@@ -130,18 +166,31 @@ class Server:
                         self._scopes,
                     )
                 ),
-                model_service(ModelServicer(model, self._prompts)),
+                model_service(ModelServicer(self._model, self._prompts)),
                 statement_service(self._ledger),
+                explanation_service(self._diagnosis),
             ],
             self._metrics,
             self.registry,
             keepalive,
-            operators_services=[ledger_service(self._ledger)],
+            operators_services=[
+                ledger_service(self._ledger),
+                diagnosis_service(self._diagnosis),
+            ],
         )
-        self._metrics_listener: MetricsListener | None = None
-        self._stop_requested = asyncio.Event()
-        self._stop_now = asyncio.Event()
-        self._broke = False
+
+    def _on_arrival(self, tenant: Tenant, scopes: PrefixScopes, prompt: Prompt) -> None:
+        self._traffic.came(tenant.name, scopes.own or 0, prompt)
+
+    def _on_refusal(self, reason: str) -> None:
+        self._metrics.refused(reason)
+        self._traffic.refused(reason)
+
+    def _record(self, ended: EndedRequest) -> None:
+        self._books.record(ended)
+        self._recent.note(ended)
+        if ended.receipt is not None:
+            self._traffic.ended(ended.tenant, ended.receipt)
 
     @property
     def port(self) -> int:
@@ -191,6 +240,7 @@ class Server:
             asyncio.create_task(self._watch_front()),
             asyncio.create_task(self.registry.watch()),
             asyncio.create_task(self._books.watch()),
+            asyncio.create_task(self._diagnosis.watch()),
         )
         _log.info(
             "serving",
@@ -231,9 +281,6 @@ class Server:
         self._admission.set_pool(replace(self._model.pool, blocks=shareable))
         TenantsFollower(self.registry, self._admission, self._scopes).start()
         await self._front.start()
-
-    async def _pool_account(self) -> PoolAccount:
-        return pool_account(await self._reader.read(), self._names)
 
     def request_stop(self) -> None:
         """Drains; asked again, stops at once."""

@@ -159,6 +159,11 @@ class Settings(BooksSettings, BaseSettings):
         description="seconds that a step may take while nobody decodes: whoever comes meanwhile "
         "waits no longer; 0 is no limit",
     )
+    machine_peaks: Literal["measure", "skip"] = Field(
+        "measure",
+        description="whether to measure at the first start what this machine can do at most, for "
+        "`kvledger diagnose`; two seconds, kept for later starts",
+    )
     mailbox_tokens: int = Field(
         256,
         ge=1,

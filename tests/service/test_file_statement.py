@@ -80,7 +80,7 @@ class Writer:
         if receipt is not None and self.meter is not None:
             block_time = receipt.held_time + receipt.reserved_time
             receipt = replace(receipt, cost=self.meter.cost(block_time, receipt.compute))
-        ended = EndedRequest(f"{next(_numbers):032x}", tenant, 1, "", False, receipt)
+        ended = EndedRequest(f"{next(_numbers):032x}", tenant, 1, 1, "", False, receipt)
         line = lines.receipt_line(ended, START + timedelta(seconds=at))
         self.totals.receipts += 1
         if receipt is not None:

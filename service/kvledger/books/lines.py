@@ -45,6 +45,7 @@ class EndedRequest:
 
     request_id: str
     tenant: str
+    tenant_number: int
     samples: int
     # The client's own id of it; empty if it gave none.
     label: str

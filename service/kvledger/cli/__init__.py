@@ -16,6 +16,8 @@ kvledger {version}: streams tokens of a language model and keeps the books of th
   kvledger chat       talk to a server in the terminal
   kvledger generate   send one prompt to a server
   kvledger ledger     show who has which part of the KV memory of a server
+  kvledger diagnose   what limits a server now, what to change first, and what would not help
+  kvledger explain    where the time of a request went
   kvledger health     ask a server how it is, for probes
   kvledger models     list the models known by name; `kvledger models fetch` downloads one
   kvledger plan       what a model takes, how many sequences fit, how fast it can be at most
@@ -66,6 +68,10 @@ def _command(name: str) -> Callable[[Sequence[str]], int] | None:
         from kvledger.cli.health import run
     elif name == "ledger":
         from kvledger.cli.ledger import run
+    elif name == "diagnose":
+        from kvledger.cli.diagnose import run
+    elif name == "explain":
+        from kvledger.cli.explain import run
     elif name == "models":
         from kvledger.cli.models import run
     elif name == "tenants":

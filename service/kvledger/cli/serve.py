@@ -6,12 +6,16 @@ import contextlib
 import os
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from kvledger import event_loop
 from kvledger.address import why_not_free
 from kvledger.errors import ModelRefused, SettingRefused
 from kvledger.log import configure
-from kvledger.settings import load_settings
+from kvledger.settings import Settings, load_settings
+
+if TYPE_CHECKING:
+    from kvledger.machine.peaks import MachinePeaks
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -40,7 +44,7 @@ def run(arguments: Sequence[str]) -> int:
             model = load(settings, _say)
             tell_history(settings, model)
             warn_unless_reused(settings, model)
-            return await Server(settings, model).run()
+            return await Server(settings, model, peaks=_peaks(settings)).run()
 
         status = event_loop.run(serve())
         if status == BROKE:
@@ -50,6 +54,14 @@ def run(arguments: Sequence[str]) -> int:
     except (SettingRefused, ModelRefused) as error:
         print(f"kvledger serve: {error}", file=sys.stderr)
         return 2
+
+
+def _peaks(settings: Settings) -> MachinePeaks | None:
+    if settings.machine_peaks == "skip" or settings.device != "cpu":
+        return None
+    from kvledger.machine.kept_peaks import machine_peaks
+
+    return machine_peaks(settings.kernel_threads, settings.instruction_set, say=_say)
 
 
 def _say(line: str) -> None:

@@ -94,8 +94,9 @@ class DiagnosisServicer(diagnosis_pb2_grpc.DiagnosisServiceServicer):
         """Where a request's time went."""
         try:
             call = this_call()
-            is_client = call.role == Role.CLIENT
-            own = call.caller.account.number if is_client else None
+            assert call.identity is not None, "the method's door is open to anyone"
+            is_client = call.identity.role is Role.CLIENT
+            own = call.tenant.number if is_client else None
             ended = self._recent.find(request.request_id, own)
             if ended is None:
                 raise RequestUnknown
@@ -181,7 +182,7 @@ def _seconds(asked: duration_pb2.Duration, field: str, default: float) -> float:
         return default
     if not 0.0 < seconds <= _INTERVAL_MOST:
         raise InvalidRequest(
-            [FieldViolation(field, f"is {seconds:g} s, allowed are more than 0 to 86400")]
+            FieldViolation(field, f"is {seconds:g} s, allowed are more than 0 to 86400")
         )
     return seconds
 

@@ -45,6 +45,8 @@ _TABLE = {
     "/kvledger.v1.LedgerService/GetLedger": _VIEWER,
     "/kvledger.v1.LedgerService/WatchLedger": _VIEWER,
     "/kvledger.v1.LedgerService/GetStatement": (*_CLIENT, *_VIEWER),
+    "/kvledger.v1.DiagnosisService/Diagnose": _VIEWER,
+    "/kvledger.v1.DiagnosisService/Explain": (*_CLIENT, *_VIEWER),
     "/grpc.health.v1.Health/Check": _ANYONE,
     "/grpc.health.v1.Health/Watch": _ANYONE,
     "/grpc.health.v1.Health/List": _ANYONE,

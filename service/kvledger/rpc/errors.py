@@ -33,6 +33,7 @@ from kvledger.errors import (
     QueueTimeout,
     ReaderStalled,
     RequestFailed,
+    RequestUnknown,
     RoleMissing,
     ServerDraining,
     SharedScopeDenied,
@@ -116,6 +117,7 @@ _TABLE: dict[type, _Row] = {
         lambda error: {"limit": error.limit, "value": f"{error.value:.12g}"},
     ),
     TenantUnknown: _Row(grpc.StatusCode.NOT_FOUND, "TENANT_UNKNOWN"),
+    RequestUnknown: _Row(grpc.StatusCode.NOT_FOUND, "REQUEST_UNKNOWN"),
     BooksUnavailable: _Row(
         grpc.StatusCode.UNAVAILABLE,
         "BOOKS_UNAVAILABLE",

@@ -15,6 +15,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from kvledger.rpc import connections
 from kvledger.rpc.calls import Calls
+from kvledger.rpc.diagnosis import DiagnosisServicer
 from kvledger.rpc.doors import Port, check_every_method_has_a_row
 from kvledger.rpc.generation import GenerationServicer, add_to_server
 from kvledger.rpc.health import HealthServicer
@@ -25,6 +26,8 @@ from kvledger.rpc.reflection import add_reflection
 from kvledger.rpc.undecodable import UndecodableRefused
 from kvledger.tenants.authentication import Authenticator
 from kvledger.v1 import (
+    diagnosis_pb2,
+    diagnosis_pb2_grpc,
     generation_pb2,
     ledger_pb2,
     ledger_pb2_grpc,
@@ -32,6 +35,7 @@ from kvledger.v1 import (
     models_pb2_grpc,
 )
 
+_DIAGNOSIS = diagnosis_pb2.DESCRIPTOR.services_by_name["DiagnosisService"]
 _LEDGER = ledger_pb2.DESCRIPTOR.services_by_name["LedgerService"]
 _REFLECTION = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"]
 
@@ -67,15 +71,40 @@ def ledger_service(servicer: LedgerServicer) -> Service:
 
 def statement_service(servicer: LedgerServicer) -> Service:
     """For clients: of the books, their own account."""
-    handler = grpc.unary_unary_rpc_method_handler(
-        servicer.GetStatement,
-        ledger_pb2.GetStatementRequest.FromString,
-        ledger_pb2.GetStatementResponse.SerializeToString,
-    )
-    name = "GetStatement"
-    handlers = grpc.method_handlers_generic_handler(_LEDGER.full_name, {name: handler})
-    return Service(
+    return _only(
         _LEDGER,
+        "GetStatement",
+        grpc.unary_unary_rpc_method_handler(
+            servicer.GetStatement,
+            ledger_pb2.GetStatementRequest.FromString,
+            ledger_pb2.GetStatementResponse.SerializeToString,
+        ),
+    )
+
+
+def diagnosis_service(servicer: DiagnosisServicer) -> Service:
+    """For operators: what limits the service."""
+    add = diagnosis_pb2_grpc.add_DiagnosisServiceServicer_to_server
+    return Service(_DIAGNOSIS, lambda server: add(servicer, server))  # type: ignore[no-untyped-call]
+
+
+def explanation_service(servicer: DiagnosisServicer) -> Service:
+    """For clients: where the time of their own requests went."""
+    return _only(
+        _DIAGNOSIS,
+        "Explain",
+        grpc.unary_unary_rpc_method_handler(
+            servicer.Explain,
+            diagnosis_pb2.ExplainRequest.FromString,
+            diagnosis_pb2.ExplainResponse.SerializeToString,
+        ),
+    )
+
+
+def _only(descriptor: ServiceDescriptor, name: str, handler: Any) -> Service:
+    handlers = grpc.method_handlers_generic_handler(descriptor.full_name, {name: handler})
+    return Service(
+        descriptor,
         lambda server: server.add_generic_rpc_handlers((handlers,)),
         frozenset({name}),
     )

@@ -1,0 +1,184 @@
+"""`kvledger diagnose`: what limits a server now, in words."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+
+import grpc
+from google.protobuf import duration_pb2
+from google.protobuf.json_format import MessageToJson
+
+from kvledger.address import operators_address
+from kvledger.cli.client import (
+    DEFAULT_SERVER,
+    add_identity_arguments,
+    add_server_arguments,
+    channel,
+    explain,
+    identity,
+)
+from kvledger.errors import SettingRefused
+from kvledger.v1 import diagnosis_pb2, diagnosis_pb2_grpc
+
+_TIMEOUT = 30.0
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Prints the diagnosis; 0, 1 if the server refuses or does not answer, 2 for a wrong option."""
+    parser = argparse.ArgumentParser(
+        prog="kvledger diagnose",
+        description="Says what limits a server, what to change first, and what changes would do. "
+        "Asks the operators' listener.",
+    )
+    add_server_arguments(parser, operators_address(DEFAULT_SERVER))
+    add_identity_arguments(parser)
+    parser.add_argument(
+        "--interval", type=seconds, default=60.0, metavar="S", help="seconds to look back (60)"
+    )
+    parser.add_argument(
+        "--against",
+        type=seconds,
+        metavar="S",
+        help="say also what changed since an interval that ended S seconds ago",
+    )
+    parser.add_argument("--json", action="store_true", help="as the contract names things")
+    options = parser.parse_args(list(arguments))
+    request = diagnosis_pb2.DiagnoseRequest(interval=_duration(options.interval))
+    if options.against is not None:
+        request.against.CopyFrom(_duration(options.against))
+    try:
+        shown = identity(options)
+        with channel(options) as connection:
+            stub = diagnosis_pb2_grpc.DiagnosisServiceStub(connection)  # type: ignore[no-untyped-call]
+            response = stub.Diagnose(request, metadata=shown, timeout=_TIMEOUT)
+    except SettingRefused as error:
+        print(f"kvledger diagnose: {error}", file=sys.stderr)
+        return 2
+    except grpc.RpcError as error:
+        print(f"kvledger diagnose: {explained(error, options.server)}", file=sys.stderr)
+        return 1
+    if options.json:
+        print(
+            MessageToJson(
+                response,
+                preserving_proto_field_name=True,
+                always_print_fields_with_no_presence=True,
+            )
+        )
+    else:
+        print("\n".join(_lines(response)))
+    return 0
+
+
+def seconds(text: str) -> float:
+    """An option's seconds, of at most a day."""
+    value = float(text)
+    if not 1.0 <= value <= 86_400.0:
+        raise argparse.ArgumentTypeError(f"{text} is not from 1 to 86400")
+    return value
+
+
+def explained(error: grpc.RpcError, server: str) -> str:
+    """What to do about a refusal."""
+    if error.code() == grpc.StatusCode.UNIMPLEMENTED:
+        return (
+            f"{server} gives no diagnosis; ask where operators are listened to: the server's log "
+            f"names it, at its start"
+        )
+    return explain(error, server)
+
+
+def _duration(value: float) -> duration_pb2.Duration:
+    duration = duration_pb2.Duration()
+    duration.FromMilliseconds(round(value * 1000))
+    return duration
+
+
+def _lines(response: diagnosis_pb2.DiagnoseResponse) -> Iterator[str]:
+    now = response.now
+    yield f"Over the last {now.interval.ToMilliseconds() / 1000:.0f} s:"
+    yield ""
+    if not now.findings:
+        yield now.summary
+    for place, finding in enumerate(now.findings, 1):
+        yield f"{place}. {finding.name} ({_percent(finding.weight)})"
+        yield f"   {finding.sentence}"
+        yield f"   First: {finding.remedy}" + (
+            f" Helps {finding.helps}." if finding.helps != "none" else ""
+        )
+        yield f"   Not: {finding.in_vain}"
+    yield ""
+    yield (
+        f"A step ran {_percent(now.busy)} of the time; prompts took {_percent(now.prefill_share)} "
+        f"of it. Waterline {_percent(now.waterline)}, cached {_percent(now.cached)} of the pool."
+    )
+    yield from _phases(now)
+    yield from _traffic(now.traffic)
+    if now.predictions:
+        yield ""
+        yield "What changes would do:"
+        yield from _predictions(now.predictions)
+    if response.changes:
+        yield ""
+        yield "Since then:"
+        yield from (f"  {line}" for line in response.changes)
+
+
+def _phases(now: diagnosis_pb2.Diagnosis) -> Iterator[str]:
+    measured = now.HasField("peaks")
+    for name, phase in (("decode", now.decode), ("prefill", now.prefill)):
+        if not phase.steps:
+            continue
+        line = (
+            f"{name:8}{phase.tokens} tokens in {phase.steps} steps, {phase.sequences:.1f} "
+            f"sequences at a time, {phase.context:.0f} tokens before each; steps alone "
+            f"{_ms(phase.step_median)} ms, 99th percentile {_ms(phase.step_p99)}"
+        )
+        if measured:
+            line += (
+                f"; {_percent(phase.memory_share)} of the memory's speed, "
+                f"{_percent(phase.compute_share)} of the arithmetic, bound by {phase.bound_by}; KV "
+                f"is {_percent(phase.kv_share)} of the bytes"
+            )
+        yield line
+    if not measured:
+        yield "The machine was not measured: no shares of its peaks."
+
+
+def _traffic(traffic: diagnosis_pb2.Traffic) -> Iterator[str]:
+    refused = sum(traffic.refused.values())
+    yield (
+        f"traffic {traffic.requests} requests entered, {refused} refused; prompts up to "
+        f"{traffic.prompt_median} tokens (95 %: {traffic.prompt_p95}), answers up to "
+        f"{traffic.output_median} ({traffic.output_p95}); {_percent(traffic.reused)} of the "
+        f"prompts reused, {_percent(traffic.reusable)} with a cache without limit"
+    )
+    yield (
+        f"        of their time requests waited {_percent(traffic.waiting)}, sat in others' "
+        f"prompts {_percent(traffic.delayed)}, stood unread {_percent(traffic.stalled)}"
+    )
+
+
+def _predictions(predictions: Sequence[diagnosis_pb2.Prediction]) -> Iterator[str]:
+    for each in predictions:
+        parts = []
+        if each.HasField("decode_step_seconds"):
+            parts.append(f"decode step {_ms(each.decode_step_seconds)} ms")
+        if each.HasField("tokens_per_second"):
+            parts.append(f"{each.tokens_per_second:.0f} tokens/s")
+        if each.HasField("prefill_tokens_per_second"):
+            parts.append(f"prompts {each.prefill_tokens_per_second:.0f} tokens/s")
+        if each.HasField("sequences"):
+            parts.append(f"{each.sequences} sequences fit")
+        caution = f" ({each.caution})" if each.caution else ""
+        yield f"  {each.change}: {', '.join(parts)}; helps {each.helps}{caution}"
+
+
+def _percent(share: float) -> str:
+    return f"{share * 100:.0f} %"
+
+
+def _ms(value: float) -> str:
+    return f"{value * 1e3:.3g}"
