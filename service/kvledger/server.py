@@ -31,6 +31,7 @@ from kvledger.engine import Engine, StepOutcome
 from kvledger.errors import SettingRefused
 from kvledger.memory import measured
 from kvledger.metrics import Metrics
+from kvledger.metrics.server import WorkMetrics
 from kvledger.metrics_listener import MetricsListener
 from kvledger.prefix_metrics import PrefixMetrics
 from kvledger.public_prefixes import SERVER, compute_public_prefixes
@@ -87,6 +88,9 @@ class Server:
         self._prefix_metrics = PrefixMetrics(
             self._metrics, lambda: self._engine.prefix_counts, lambda: len(self._scopes)
         )
+        self._work_metrics = WorkMetrics(
+            self._metrics, settings, model, self._engine, self._prefix_metrics
+        )
         self._books = _books_of(settings, model, self._engine, self._metrics, self._pool_account)
         self._admission = Admission(
             self._engine,
@@ -98,9 +102,9 @@ class Server:
             pool=model.pool,
             set_shares=self._engine.set_shares,
             on_refusal=self._metrics.refused,
-            on_receipt=self._prefix_metrics.request_ended,
+            on_receipt=self._work_metrics.on_receipt,
             price=self._books.price,
-            record=self._books.record,
+            record=self._work_metrics.recording(self._books.record),
         )
         self._scopes = _scopes_of(settings, model, self._admission)
         self._prompts = PromptEncoder(model.tokenizer, settings.max_queued)
@@ -246,6 +250,7 @@ class Server:
         return pool_account(await self._reader.read(), self._names)
 
     def _watch_metrics(self) -> None:
+        self._work_metrics.watch(self._admission)
         streams = self._admission.streams
         watch = self._metrics.watch
         watch(
