@@ -183,6 +183,11 @@ class Admission:
         return self._quotas.all()
 
     @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens of requests that wait, at the door or in the core; any thread may ask."""
+        return self._quotas.usage.counts.queued_tokens
+
+    @property
     def stall_seconds(self) -> float:
         """How long a reader may leave a full mailbox alone."""
         return self._mailboxes.stall_seconds

@@ -84,6 +84,11 @@ class PrefixMetrics:
             left -= counted
             self._prompt_tokens.labels(source).inc(counted)
 
+    def prompt_tokens(self) -> dict[str, float]:
+        """Of requests that have ended, by their source; any thread may ask."""
+        (family,) = self._prompt_tokens.collect()
+        return {sample.labels["source"]: sample.value for sample in family.samples}
+
     def _count(self, key: str) -> int:
         return self._counts().get(key, 0)
 

@@ -35,6 +35,7 @@ from kvledger.errors import SettingRefused
 from kvledger.machine.peaks import MachinePeaks
 from kvledger.memory import measured
 from kvledger.metrics import Metrics
+from kvledger.metrics.server import WorkMetrics
 from kvledger.metrics_listener import MetricsListener
 from kvledger.prefix_metrics import PrefixMetrics
 from kvledger.public_prefixes import SERVER, compute_public_prefixes
@@ -101,7 +102,11 @@ class Server:
         self._prefix_metrics = PrefixMetrics(
             self._metrics, lambda: self._engine.prefix_counts, lambda: len(self._scopes)
         )
+        self._work_metrics = WorkMetrics(
+            self._metrics, settings, model, self._engine, self._prefix_metrics
+        )
         self._books = _books_of(settings, model, self._engine, self._metrics, self._pool_account)
+        self._keep = self._work_metrics.recording(self._books.record)
         self._traffic = Traffic(model.pool.slots_per_block)
         self._recent = RecentRequests()
         self._admission = self._make_admission()
@@ -146,7 +151,7 @@ class Server:
             pool=self._model.pool,
             set_shares=self._engine.set_shares,
             on_refusal=self._on_refusal,
-            on_receipt=self._prefix_metrics.request_ended,
+            on_receipt=self._work_metrics.on_receipt,
             price=self._books.price,
             record=self._record,
             on_arrival=self._on_arrival,
@@ -187,7 +192,7 @@ class Server:
         self._traffic.refused(reason)
 
     def _record(self, ended: EndedRequest) -> None:
-        self._books.record(ended)
+        self._keep(ended)
         self._recent.note(ended)
         if ended.receipt is not None:
             self._traffic.ended(ended.tenant, ended.receipt)
@@ -292,6 +297,7 @@ class Server:
         return pool_account(await self._reader.read(), self._names)
 
     def _watch_metrics(self) -> None:
+        self._work_metrics.watch(self._admission)
         streams = self._admission.streams
         watch = self._metrics.watch
         watch(

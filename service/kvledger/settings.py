@@ -93,6 +93,22 @@ class Settings(BooksSettings, BaseSettings):
         description="host:port or unix:/path to serve Prometheus metrics on, over plain HTTP; "
         "default: nowhere",
     )
+    metrics_aliases: Literal["none", "vllm"] = Field(
+        "none", description="whether metrics have the names of another server's too"
+    )
+    metrics_tenants: int = Field(
+        100,
+        ge=0,
+        le=4096,
+        description="most tenants with metrics of their own, those that use most; 0 is none",
+    )
+    metrics_gap_target: float | None = Field(
+        None,
+        gt=0.0,
+        le=60.0,
+        description="seconds between two tokens that metrics count as in time; default: "
+        "--tpot-target, or 0.1",
+    )
     max_connections: int = Field(
         1024, ge=1, le=1 << 20, description="most connections; one more is closed"
     )
@@ -309,6 +325,11 @@ class Settings(BooksSettings, BaseSettings):
     def public_files(self) -> list[PrefixFile]:
         """The files of public prefixes, not read yet. Raises SettingRefused."""
         return prefix_files(self.public_prefix, self.public_system)
+
+    @property
+    def gap_target(self) -> float:
+        """Seconds between two tokens that are in time, with the default worked out."""
+        return self.metrics_gap_target or self.tpot_target or 0.1
 
     @property
     def reflects(self) -> bool:

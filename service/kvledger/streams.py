@@ -302,6 +302,11 @@ class Streams:
         return self._open_count
 
     @property
+    def running_count(self) -> int:
+        """Requests that were admitted and have no receipt yet."""
+        return max(0, self._open_count - len(self._waiting) - len(self._leaving))
+
+    @property
     def waiting_count(self) -> int:
         """Requests that were never admitted yet, and still want to be."""
         return len(self._waiting)

@@ -1,0 +1,53 @@
+"""The time that keeping books takes, so that it can be held against the time of steps."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+_Result = TypeVar("_Result")
+
+
+class BooksClock:
+    """Nanoseconds spent on books, by what for; any thread may add."""
+
+    # Counting what receipts say, and keeping them for files, in the event loop; answering who asks,
+    # in threads of the listener.
+    PARTS = ("receipts", "files", "scrapes")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._nanoseconds = dict.fromkeys(self.PARTS, 0)
+
+    @contextmanager
+    def scraping(self) -> Iterator[None]:
+        """Counts what is done inside as part of an answer."""
+        began = time.perf_counter_ns()
+        try:
+            yield
+        finally:
+            self._add("scrapes", time.perf_counter_ns() - began)
+
+    def counted(self, part: str, function: Callable[..., _Result]) -> Callable[..., _Result]:
+        """The same function, whose time counts as one of PARTS."""
+
+        def timed(*arguments: object) -> _Result:
+            began = time.perf_counter_ns()
+            try:
+                return function(*arguments)
+            finally:
+                self._add(part, time.perf_counter_ns() - began)
+
+        return timed
+
+    def seconds(self) -> dict[str, float]:
+        """Of each part so far."""
+        with self._lock:
+            return {part: spent / 1e9 for part, spent in self._nanoseconds.items()}
+
+    def _add(self, part: str, nanoseconds: int) -> None:
+        with self._lock:
+            self._nanoseconds[part] += nanoseconds

@@ -1,0 +1,215 @@
+"""DiagnosisService in a whole server: what it says of a load, and to whom."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import pytest_asyncio
+from google.protobuf import duration_pb2
+from reuse_harness import BLOCK, TenantsServer, prompt, reusing_tenants
+from scripted_model import PATIENCE
+from server_harness import connection, refusal_of
+from tenants_harness import bearer
+
+from kvledger.cli import main
+from kvledger.rpc.diagnosis import round_up
+from kvledger.v1 import diagnosis_pb2 as pb
+from kvledger.v1 import diagnosis_pb2_grpc
+
+PARTS = ("queued", "preempted", "prefill", "decode", "delayed", "stalled")
+
+
+def stub_of(channel: grpc.aio.Channel) -> Any:
+    return diagnosis_pb2_grpc.DiagnosisServiceStub(channel)  # type: ignore[no-untyped-call]
+
+
+class Clinic:
+    """The two ways to ask a server of tenants."""
+
+    def __init__(self, their: TenantsServer, operators: grpc.aio.Channel) -> None:
+        self.their = their
+        self.operators = stub_of(operators)
+        self.clients = stub_of(their.server.channel)
+
+    def shown(self, who: str) -> Any:
+        return bearer(self.their.tenants.tokens[who])
+
+    async def diagnosis(self, who: str = "ops", **fields: Any) -> pb.DiagnoseResponse:
+        asked = pb.DiagnoseRequest(**fields)
+        answer = await self.operators.Diagnose(asked, metadata=self.shown(who), timeout=PATIENCE)
+        assert isinstance(answer, pb.DiagnoseResponse)
+        return answer
+
+    async def explained(self, who: str, request_id: str) -> pb.ExplainResponse:
+        stub = self.operators if who in ("ops", "eye") else self.clients
+        asked = pb.ExplainRequest(request_id=request_id)
+        answer = await stub.Explain(asked, metadata=self.shown(who), timeout=PATIENCE)
+        assert isinstance(answer, pb.ExplainResponse)
+        return answer
+
+
+@pytest_asyncio.fixture
+async def clinic(tmp_path: Path) -> AsyncIterator[Clinic]:
+    operators = ("--operators-listen", f"unix:{tmp_path / 'o.sock'}", "--kv-blocks", "24")
+    async with reusing_tenants(tmp_path, *operators) as their:
+
+        def add() -> None:
+            their.tenants.add("ops", roles=("operator",))
+            their.tenants.add("eye", roles=("viewer",))
+
+        await their.changed(add)
+        address = their.server.server.operators_address
+        assert address is not None
+        async with connection(address) as channel:
+            yield Clinic(their, channel)
+
+
+async def test_it_counts_what_happened(clinic: Clinic) -> None:
+    """An operator would be told of another server's traffic."""
+    their = clinic.their
+    ids = prompt("same", 3 * BLOCK)
+    for _ in range(3):
+        await their.ask("acme", ids, max_tokens=5)
+    await their.ask("globex", prompt("other", 20), max_tokens=5)
+    now = (await clinic.diagnosis("eye")).now
+    assert now.traffic.requests == 4
+    assert dict(now.traffic.prompt_tokens) == {"acme": 9 * BLOCK, "globex": 20}
+    # The second and third time all but the last token could be reused, and were.
+    whole = 2 * (3 * BLOCK - 1)
+    assert now.traffic.reusable == pytest.approx(whole / (9 * BLOCK + 20))
+    assert now.traffic.reused == pytest.approx(whole / (9 * BLOCK + 20))
+    assert now.prefill.tokens == 9 * BLOCK + 20 - whole
+    assert now.decode.tokens == 4 * 4  # the first token of each comes with its prompt
+    assert now.decode.seconds > 0
+    assert now.prefill.seconds > 0
+    assert now.busy > 0
+    assert not now.HasField("peaks"), "nobody measured this machine"
+    assert now.predictions
+    assert now.summary
+
+
+async def test_a_pool_that_is_too_small_is_found_in_a_real_server(clinic: Clinic) -> None:
+    """The diagnosis would only know made-up figures."""
+    their = clinic.their
+    for _ in range(3):
+        asked = [
+            their.ask(who, prompt(f"{who}{number}", 40), max_tokens=60, ignore_eos=True)
+            for number in range(3)
+            for who in ("acme", "globex")
+        ]
+        await asyncio.gather(*asked)
+    now = (await clinic.diagnosis()).now
+    assert "pool" in [finding.name for finding in now.findings]
+    pool = next(finding for finding in now.findings if finding.name == "pool")
+    assert "--kv-bytes" in pool.remedy
+    assert pool.in_vain
+
+
+async def test_an_interval_is_held_against_an_earlier_one(clinic: Clinic) -> None:
+    """Nobody could tell what changed since yesterday."""
+    response = await clinic.diagnosis(against=duration_pb2.Duration(seconds=30))
+    assert response.HasField("before")
+    assert list(response.changes) == ["Nothing that is counted differs by a quarter."]
+
+
+@pytest.mark.parametrize("field", ["interval", "against"])
+@pytest.mark.parametrize("seconds", [-1, 86_401])
+async def test_an_interval_has_limits(clinic: Clinic, field: str, seconds: int) -> None:
+    """A wrong one would be answered with nonsense."""
+    asked = {field: duration_pb2.Duration(seconds=seconds)}
+    refusal = await refusal_of(clinic.diagnosis(**asked))
+    assert refusal.code == grpc.StatusCode.INVALID_ARGUMENT
+    assert list(refusal.violations) == [field]
+
+
+async def test_a_requests_time_is_split_and_adds_up(clinic: Clinic) -> None:
+    """Somebody looks for the slow part in the wrong place."""
+    answer = await clinic.their.ask("acme", prompt("a", 30), max_tokens=8)
+    receipt = answer.finished.receipt
+    explained = await clinic.explained("ops", answer.accepted.request_id)
+    assert explained.tenant == "acme"
+    parts = {name: getattr(explained, name).ToNanoseconds() for name in PARTS}
+    assert sum(parts.values()) == explained.total.ToNanoseconds()
+    times = (receipt.queue_time, receipt.prefill_time, receipt.decode_time, receipt.stall_time)
+    assert explained.total.ToNanoseconds() == sum(time.ToNanoseconds() for time in times)
+    assert parts["decode"] > 0
+    assert explained.output_tokens == 8
+    assert " of its " in explained.summary
+
+
+async def test_a_client_hears_of_its_own_requests_only(clinic: Clinic) -> None:
+    """A tenant could ask about what others sent (S06, S08)."""
+    answer = await clinic.their.ask("acme", prompt("a", 30), max_tokens=4)
+    request_id = answer.accepted.request_id
+    own = await clinic.explained("acme", request_id)
+    assert own.tenant == ""
+    for name in ("queued", "preempted", "delayed"):
+        nanoseconds = getattr(own, name).ToNanoseconds()
+        assert nanoseconds == round_up(nanoseconds)
+    refusals = [
+        await refusal_of(clinic.explained("globex", asked))
+        for asked in (request_id, "0" * 32, "", "x" * 5000)
+    ]
+    assert {refusal.code for refusal in refusals} == {grpc.StatusCode.NOT_FOUND}
+    assert len({refusal.everything for refusal in refusals}) == 1
+    assert refusals[0].reason == "REQUEST_UNKNOWN"
+
+
+async def test_a_tenant_made_anew_hears_nothing_of_the_one_before(clinic: Clinic) -> None:
+    """Whoever gets a name gets the requests of whom had it."""
+    their = clinic.their
+    answer = await their.ask("acme", prompt("a", 30), max_tokens=4)
+
+    def anew() -> None:
+        their.tenants.remove("acme")
+        their.tenants.add("acme")
+
+    await their.changed(anew)
+    refusal = await refusal_of(clinic.explained("acme", answer.accepted.request_id))
+    assert refusal.reason == "REQUEST_UNKNOWN"
+
+
+async def test_clients_get_no_diagnosis(clinic: Clinic) -> None:
+    """A tenant could read what all others do."""
+    assert (await refusal_of(clinic.diagnosis("acme"))).reason == "ROLE_MISSING"
+    call = clinic.their.server.channel.unary_unary("/kvledger.v1.DiagnosisService/Diagnose")
+    refusal = await refusal_of(call(b"", metadata=clinic.shown("acme"), timeout=PATIENCE))
+    assert refusal.code == grpc.StatusCode.UNIMPLEMENTED
+
+
+@pytest.mark.parametrize(
+    ("nanoseconds", "told"),
+    [(0, 0), (1, 100), (100_000_000, 100), (100_000_001, 200), (1_700_000_000, 3200)],
+)
+def test_waits_are_rounded_for_clients(nanoseconds: int, told: int) -> None:
+    """Exact waits tell what others do."""
+    assert round_up(nanoseconds) == told * 1_000_000
+
+
+async def test_the_commands_print_it(
+    clinic: Clinic, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Operators read sentences, not messages."""
+    answer = await clinic.their.ask("acme", prompt("a", 30), max_tokens=8)
+    token = tmp_path / "token"
+    token.write_text(clinic.their.tenants.tokens["ops"])
+    token.chmod(0o600)
+    address = clinic.their.server.server.operators_address
+    shown = ["--server", str(address), "--token-file", str(token)]
+    assert await asyncio.to_thread(main, ["diagnose", *shown, "--against", "60"]) == 0
+    said = capsys.readouterr().out
+    assert "A step ran" in said
+    assert "What changes would do:" in said
+    assert "Since then:" in said
+    explain = ["explain", answer.accepted.request_id, *shown]
+    assert await asyncio.to_thread(main, explain) == 0
+    said = capsys.readouterr().out
+    assert "total" in said
+    assert "8 made" in said
+    assert await asyncio.to_thread(main, ["explain", "0" * 32, *shown]) == 1
+    assert "request_id: no request" in capsys.readouterr().err
