@@ -232,9 +232,6 @@ class Server:
         TenantsFollower(self.registry, self._admission, self._scopes).start()
         await self._front.start()
 
-    async def _pool_account(self) -> PoolAccount:
-        return pool_account(await self._reader.read(), self._names)
-
     def request_stop(self) -> None:
         """Drains; asked again, stops at once."""
         if self._stop_requested.is_set():
