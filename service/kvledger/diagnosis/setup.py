@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 
 from kvledger import _core
@@ -12,8 +11,9 @@ from kvledger.planning.floors import StepCosts
 from kvledger.served_model import ServedModel
 from kvledger.settings import Settings
 
-# Shares of what nobody measured are 0, and no rule goes by them.
-UNKNOWN = MachinePeaks.given(math.inf, math.inf)
+# Of a machine that nobody measured: so fast that shares of it are nothing, and ten operations to a
+# byte as processors have, so that what is twice as much work still takes twice as long.
+UNKNOWN = MachinePeaks.given(1e18, 1e19)
 
 
 def setup_of(settings: Settings, model: ServedModel, peaks: MachinePeaks | None) -> Setup:

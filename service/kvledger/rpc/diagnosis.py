@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Mapping
 from typing import Any, TypeAlias
@@ -20,6 +19,7 @@ from kvledger.diagnosis.diagnosis import Diagnosis, changes, diagnose
 from kvledger.diagnosis.findings import percent
 from kvledger.diagnosis.history import GRAIN, History
 from kvledger.diagnosis.observation import PhaseFigures, Setup
+from kvledger.diagnosis.setup import UNKNOWN
 from kvledger.diagnosis.traffic import Traffic
 from kvledger.engine import Engine
 from kvledger.errors import BooksUnavailable, FieldViolation, InvalidRequest, RequestUnknown
@@ -139,7 +139,7 @@ class DiagnosisServicer(diagnosis_pb2_grpc.DiagnosisServiceServicer):
         if seen.forecast_error is not None:
             message.forecast_error = seen.forecast_error
         peaks = seen.setup.costs.peaks
-        if math.isfinite(peaks.read_bytes_per_second):
+        if peaks is not UNKNOWN:
             message.peaks.bytes_per_second = peaks.read_bytes_per_second
             message.peaks.operations_per_second = peaks.operations("f32")
 

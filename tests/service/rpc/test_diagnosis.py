@@ -98,7 +98,7 @@ async def test_a_pool_that_is_too_small_is_found_in_a_real_server(clinic: Clinic
     their = clinic.their
     for _ in range(3):
         asked = [
-            their.ask(who, prompt(f"{who}{number}", 40), max_tokens=60, ignore_eos=True)
+            their.ask(who, prompt(f"{who}{number}", 40), max_tokens=60)
             for number in range(3)
             for who in ("acme", "globex")
         ]
@@ -156,7 +156,7 @@ async def test_a_client_hears_of_its_own_requests_only(clinic: Clinic) -> None:
         for asked in (request_id, "0" * 32, "", "x" * 5000)
     ]
     assert {refusal.code for refusal in refusals} == {grpc.StatusCode.NOT_FOUND}
-    assert len({refusal.everything for refusal in refusals}) == 1
+    assert len({refusal.everything() for refusal in refusals}) == 1
     assert refusals[0].reason == "REQUEST_UNKNOWN"
 
 
