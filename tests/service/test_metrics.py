@@ -87,6 +87,12 @@ async def test_names_follow_the_rules(server: ServerHarness) -> None:
         assert family.name.startswith(("kvledger_", "process_")), family.name
         if "seconds" in family.name:
             assert re.search("_seconds$", family.name), family.name
+        words = set(family.name.split("_"))
+        assert words.isdisjoint({"gauge", "counter", "histogram", "summary"}), family.name
+        assert not re.search("_(?:total|count|sum|bucket|info)$", family.name), family.name
+        for sample in family.samples:
+            assert all(re.fullmatch("[a-z][a-z0-9_]*", label) for label in sample.labels)
+            assert family.type == "histogram" or "le" not in sample.labels, family.name
 
 
 async def test_they_say_what_is_so(server: ServerHarness) -> None:

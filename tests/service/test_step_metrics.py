@@ -11,8 +11,10 @@ from prometheus_client import CollectorRegistry
 
 from kvledger import _core
 from kvledger.metrics.clock import BooksClock
+from kvledger.metrics.load import ComputedShare, LoadMetrics, LoadSources
 from kvledger.metrics.steps import OCTAVES, PrefillSpeed, StepMetrics, batch_classes, by_octave
 from kvledger.planning.floors import ModelWork
+from kvledger.tenants.shares import PoolShape
 
 BOUNDS = _core.StepBooks.bounds
 WORK = ModelWork(
@@ -166,6 +168,12 @@ def test_tokens_are_in_time_if_their_step_was() -> None:
     assert steps.value("token_gap_seconds_sum") == pytest.approx(10 * target + 1.0, rel=1e-3)
 
 
+def test_a_target_that_is_a_buckets_bound_stays_as_it_is() -> None:
+    """A target of a round number of buckets would be a fifth stricter than what was set."""
+    assert Steps(target=OCTAVES[9]).metrics.gap_target == OCTAVES[9]
+    assert Steps(target=1e-6).metrics.gap_target == 0.0, "no bucket is so short"
+
+
 def test_forecasts_are_told_with_their_error() -> None:
     """Nobody could see that the scheduler plans with wrong times."""
     steps = Steps()
@@ -190,3 +198,32 @@ def test_the_speed_of_prompts_is_that_of_lately() -> None:
         books.prompt(30 * 10**9, tokens=3000, keys=3000, mixture=2)
         latest = speed.tokens_per_second()
     assert latest == pytest.approx(100, rel=0.01)
+
+
+def test_load_counts_what_cannot_be_had_and_what_is_not_cached() -> None:
+    """A full pool would look half empty, or cached prompts call for more replicas."""
+    books = Books()
+    books.prompt(10**9, tokens=500, keys=500)
+    computed = ComputedShare()
+    computed.note(400, 300)
+    blocks = {"free": 1, "reserved": 2, "held": 4, "cached": 8, "releasing": 16}
+    load = LoadMetrics(
+        LoadSources(lambda: blocks, lambda: 2000, int, int, lambda: (5, 3, 1), lambda: (5, 4, 1)),
+        PoolShape(31, 100, 32),
+        PrefillSpeed(books.copy),  # type: ignore[arg-type]
+        computed,
+        None,
+        BooksClock(),
+    )
+    assert load.waterline() == 22 / 31
+    told = {family.name: family.samples[0].value for family in load.collect() if family.samples}
+    assert told["kvledger_queued_prompt_tokens"] == 2000
+    assert told["kvledger_queued_uncached_tokens"] == 500
+    assert told["kvledger_predicted_wait_seconds"] == 1.0
+    assert told["kvledger_kv_pool_bytes"] == 3100
+    assert "kvledger_machine_read_bytes_per_second" not in told, "nobody measured it"
+    books.phases[:] = 0
+    books.mixtures[:] = 0
+    load._speed = PrefillSpeed(books.copy)  # type: ignore[arg-type]
+    waits = {family.name: family.samples for family in load.collect()}
+    assert waits["kvledger_predicted_wait_seconds"] == [], "a guess would be taken for a figure"
