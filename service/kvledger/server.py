@@ -103,10 +103,9 @@ class Server:
             self._metrics, lambda: self._engine.prefix_counts, lambda: len(self._scopes)
         )
         self._work_metrics = WorkMetrics(
-            self._metrics, settings, model, self._engine, self._prefix_metrics
+            self._metrics, settings, model, self._engine, self._prefix_metrics, peaks
         )
         self._books = _books_of(settings, model, self._engine, self._metrics, self._pool_account)
-        self._keep = self._work_metrics.recording(self._books.record)
         self._traffic = Traffic(model.pool.slots_per_block)
         self._recent = RecentRequests()
         self._admission = self._make_admission()
@@ -153,7 +152,7 @@ class Server:
             on_refusal=self._on_refusal,
             on_receipt=self._work_metrics.on_receipt,
             price=self._books.price,
-            record=self._record,
+            record=self._work_metrics.recording(self._record),
             on_arrival=self._on_arrival,
         )
 
@@ -192,7 +191,7 @@ class Server:
         self._traffic.refused(reason)
 
     def _record(self, ended: EndedRequest) -> None:
-        self._keep(ended)
+        self._books.record(ended)
         self._recent.note(ended)
         if ended.receipt is not None:
             self._traffic.ended(ended.tenant, ended.receipt)

@@ -12,7 +12,7 @@ import pytest
 from kvledger import _core
 from kvledger.errors import SettingRefused
 from kvledger.machine import kept_peaks, peaks
-from kvledger.machine.kept_peaks import known_peaks, machine_peaks, peaks_file
+from kvledger.machine.kept_peaks import machine_peaks, peaks_file
 from kvledger.machine.peaks import Machine, MachinePeaks, measure, this_machine
 
 MEASURED = datetime(2026, 11, 30, 12, 0, tzinfo=timezone.utc)
@@ -89,16 +89,6 @@ def test_figures_are_measured_once(measured: list[Machine]) -> None:
     assert machine_peaks(1, again=True) != first
     assert len(measured) == 2
     assert machine_peaks(1).read_bytes_per_second == 2.0
-
-
-def test_what_is_kept_can_be_asked_for_without_measuring(measured: list[Machine]) -> None:
-    """A server would take two seconds and a gigabyte at its start, for a chart."""
-    assert known_peaks(1) is None
-    assert measured == []
-    first = machine_peaks(1)
-    assert known_peaks(1) == first
-    assert known_peaks(2) is None, "figures of other threads are not its own"
-    assert len(measured) == 1
 
 
 def test_other_machines_have_their_own(

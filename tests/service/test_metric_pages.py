@@ -9,6 +9,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from server_harness import serving
 from test_metrics import fetched
 
 from kvledger.machine.peaks import MachinePeaks
+from kvledger.server import Server
 
 ROOT = Path(__file__).parents[2]
 PROMTOOL = shutil.which("promtool")
@@ -54,8 +56,8 @@ class Served:
 
 
 async def _answer(tmp_path: Path, patch: pytest.MonkeyPatch, *arguments: str) -> Served:
-    peaks = MachinePeaks.given(20e9, 160e9)
-    patch.setattr("kvledger.metrics.server.known_peaks", lambda *options: peaks)
+    measured = partial(Server, peaks=MachinePeaks.given(20e9, 160e9))
+    patch.setattr("server_harness.Server", measured)
     books = ("--books", str(tmp_path), "--metrics-listen", "127.0.0.1:0")
     async with serving(*books, *arguments) as server:
         await server.answer(text="a" * 30, max_tokens=8)

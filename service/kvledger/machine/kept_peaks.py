@@ -55,12 +55,6 @@ def machine_peaks(
     return peaks
 
 
-def known_peaks(threads: int, instruction_set: str = "auto") -> MachinePeaks | None:
-    """The peaks of this machine with so many threads if they are kept; measures nothing."""
-    machine = this_machine(_core.CpuKernels(threads, instruction_set))
-    return _kept(peaks_file(machine), machine, lambda line: None)
-
-
 def peaks_file(machine: Machine) -> Path:
     """Where the figures of a machine are kept."""
     text = f"{machine.processor} {machine.threads} threads {machine.instruction_set}"

@@ -14,9 +14,9 @@ _Result = TypeVar("_Result")
 class BooksClock:
     """Nanoseconds spent on books, by what for; any thread may add."""
 
-    # Counting what receipts say, and keeping them for files, in the event loop; answering who asks,
-    # in threads of the listener.
-    PARTS = ("receipts", "files", "scrapes")
+    # Counting what receipts say, and keeping them for files and diagnosis, in the event loop;
+    # answering who asks, in threads of the listener.
+    PARTS = ("receipts", "records", "scrapes")
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -95,7 +95,7 @@ class LoadMetrics(Collector):
             counter(
                 "kvledger_books_seconds",
                 "Time that bookkeeping outside steps took: counting receipts, keeping them for "
-                "files, and answering scrapes without writing the text.",
+                "files and diagnosis, and answering scrapes without writing the text.",
                 ["part"],
                 {(part,): seconds for part, seconds in self._clock.seconds().items()},
             ),

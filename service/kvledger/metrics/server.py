@@ -7,7 +7,6 @@ from collections.abc import Callable
 from kvledger.admission import Admission
 from kvledger.books.lines import EndedRequest
 from kvledger.engine import Engine
-from kvledger.machine.kept_peaks import known_peaks
 from kvledger.machine.peaks import MachinePeaks
 from kvledger.metrics import Metrics
 from kvledger.metrics.clock import BooksClock
@@ -32,13 +31,15 @@ class WorkMetrics:
         model: ServedModel,
         engine: Engine,
         prefixes: PrefixMetrics,
+        peaks: MachinePeaks | None,
     ) -> None:
-        """`watch` tells it of the queue once there is one."""
+        """`watch` tells it of the queue once there is one; `peaks` are None if nobody measured."""
         self._metrics = metrics
         self._settings = settings
         self._model = model
         self._engine = engine
         self._prefixes = prefixes
+        self._peaks = peaks
         self._clock = BooksClock()
         self._computed = ComputedShare()
         self._tenants = TenantMetrics(settings.metrics_tenants, self._clock)
@@ -47,7 +48,7 @@ class WorkMetrics:
 
     def recording(self, keep: Callable[[EndedRequest], None]) -> Callable[[EndedRequest], None]:
         """What is told each request that has ended, where `keep` is too; its time counts."""
-        kept = self._clock.counted("files", keep)
+        kept = self._clock.counted("records", keep)
 
         def record(ended: EndedRequest) -> None:
             kept(ended)
@@ -77,7 +78,7 @@ class WorkMetrics:
             self._model.pool,
             PrefillSpeed(lambda: engine.step_books),
             self._computed,
-            self._peaks(),
+            self._peaks,
             self._clock,
         )
         for collector in (steps, self._tenants, load):
@@ -96,10 +97,3 @@ class WorkMetrics:
         self._prefixes.request_ended(receipt, shares_public)
         if receipt.computed_tokens or receipt.cached_prompt_tokens:
             self._computed.note(receipt.prompt_tokens, receipt.cached_prompt_tokens)
-
-    def _peaks(self) -> MachinePeaks | None:
-        """Where somebody looks at metrics, and measured them before (kvledger plan)."""
-        settings = self._settings
-        if settings.metrics_listen is None or settings.device != "cpu":
-            return None
-        return known_peaks(settings.kernel_threads, settings.instruction_set)
