@@ -65,6 +65,19 @@ fi
 # Bytecode is made when something is imported (--no-compile): most of torch never is.
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check --quiet "$@"; }
 
+# Prometheus's own lint, out of Debian's package: the package itself would start a server.
+if [ "$tier" = check ] && [ ! -x "$venv/bin/promtool" ] && command -v apt-get >/dev/null 2>&1; then
+  say "will download from Debian: promtool (in its package prometheus, 19 MB)"
+  folder=$(mktemp -d)
+  (
+    cd "$folder"
+    apt-get download -qq prometheus 2>/dev/null ||
+      { [ "$(id -u)" = 0 ] && apt-get update -qq && apt-get download -qq prometheus; }
+    dpkg-deb -x prometheus_*.deb . && install usr/bin/promtool "$OLDPWD/$venv/bin/promtool"
+  ) || say "promtool could not be had: the tests that need it will be skipped"
+  rm -rf "$folder"
+fi
+
 # What was installed is remembered by content, so that nothing is asked of the index again.
 wanted=$(cat pyproject.toml tools/setup.sh | cksum)
 if [ "$(cat "$venv/.packages-$tier" 2>/dev/null)" != "$wanted" ]; then

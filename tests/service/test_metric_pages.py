@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,9 +26,10 @@ from kvledger.machine.peaks import MachinePeaks
 from kvledger.server import Server
 
 ROOT = Path(__file__).parents[2]
-PROMTOOL = shutil.which("promtool")
+# tools/setup.sh puts it beside the interpreter.
+PROMTOOL = shutil.which("promtool", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
 needs_promtool = pytest.mark.skipif(
-    PROMTOOL is None, reason="promtool is not installed (Debian's package prometheus has it)"
+    PROMTOOL is None, reason="promtool is not installed (tools/setup.sh check puts it into .venv)"
 )
 # Served only with TLS.
 TLS_ONLY = {"kvledger_certificate_expiry_timestamp_seconds": ("gauge", frozenset[str]())}
