@@ -77,6 +77,7 @@ def test_it_lists_all_services(server: ServerProcess) -> None:
     assert grpcurl(server, "list").split() == [
         "grpc.health.v1.Health",
         "grpc.reflection.v1alpha.ServerReflection",
+        "kvledger.v1.DiagnosisService",
         "kvledger.v1.GenerationService",
         "kvledger.v1.LedgerService",
         "kvledger.v1.ModelService",

@@ -13,7 +13,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from kvledger.rpc.doors import Port, check_every_method_has_a_row, role_for
 from kvledger.tenants.roles import GIVEN, Role, with_implied
-from kvledger.v1 import generation_pb2, ledger_pb2, models_pb2
+from kvledger.v1 import diagnosis_pb2, generation_pb2, ledger_pb2, models_pb2
 
 SERVED = [
     generation_pb2.DESCRIPTOR.services_by_name["GenerationService"],
@@ -21,6 +21,7 @@ SERVED = [
     health_pb2.DESCRIPTOR.services_by_name["Health"],
     reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"],
 ]
+DIAGNOSIS = diagnosis_pb2.DESCRIPTOR.services_by_name["DiagnosisService"]
 LEDGER = ledger_pb2.DESCRIPTOR.services_by_name["LedgerService"]
 CHANNELZ = channelz_pb2.DESCRIPTOR.services_by_name["Channelz"]
 
@@ -40,17 +41,17 @@ def service(package: str, name: str, *methods: str) -> ServiceDescriptor:
 
 def test_every_method_that_is_served_has_a_row() -> None:
     """The server would not start."""
-    check_every_method_has_a_row([*SERVED, CHANNELZ, LEDGER])
+    check_every_method_has_a_row([*SERVED, CHANNELZ, DIAGNOSIS, LEDGER])
 
 
 def test_every_service_of_the_contract_is_served() -> None:
     """A service that is not asked for its rows could have methods open to anybody."""
     ours = {
         name
-        for file in (generation_pb2, ledger_pb2, models_pb2)
+        for file in (diagnosis_pb2, generation_pb2, ledger_pb2, models_pb2)
         for name in (s.full_name for s in file.DESCRIPTOR.services_by_name.values())
     }
-    assert ours <= {served.full_name for served in (*SERVED, LEDGER)}
+    assert ours <= {served.full_name for served in (*SERVED, DIAGNOSIS, LEDGER)}
 
 
 @pytest.mark.parametrize(
@@ -124,6 +125,16 @@ def test_a_method_may_ask_for_another_role_on_another_listener() -> None:
     for name in ("GetLedger", "WatchLedger"):
         with pytest.raises(LookupError, match=f"{name} has no row for the listener of CLIENTS"):
             role_for(path + name, Port.CLIENTS)
+
+
+def test_clients_ask_about_their_own_requests_only() -> None:
+    """A client could read what limits the server, and what all tenants send."""
+    path = "/kvledger.v1.DiagnosisService/"
+    assert role_for(path + "Explain", Port.CLIENTS) is Role.CLIENT
+    for name in ("Explain", "Diagnose"):
+        assert role_for(path + name, Port.OPERATORS) is Role.VIEWER
+    with pytest.raises(LookupError, match="Diagnose has no row for the listener of CLIENTS"):
+        role_for(path + "Diagnose", Port.CLIENTS)
 
 
 def test_an_operator_may_look_and_is_no_client() -> None:

@@ -21,6 +21,7 @@ from kvledger.server import BROKE
 SERVICES = [
     "grpc.health.v1.Health",
     "grpc.reflection.v1alpha.ServerReflection",
+    "kvledger.v1.DiagnosisService",
     "kvledger.v1.GenerationService",
     "kvledger.v1.LedgerService",
     "kvledger.v1.ModelService",

@@ -70,8 +70,8 @@ async def test_every_service_is_listed_and_no_other() -> None:
         listed = await server.health.List(health_pb2.HealthListRequest())
         assert sorted(listed.statuses) == [
             *("", "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"),
-            *("kvledger.v1.GenerationService", "kvledger.v1.LedgerService"),
-            "kvledger.v1.ModelService",
+            *("kvledger.v1.DiagnosisService", "kvledger.v1.GenerationService"),
+            *("kvledger.v1.LedgerService", "kvledger.v1.ModelService"),
         ]
         assert {each.status for each in listed.statuses.values()} == {_Status.SERVING}
 

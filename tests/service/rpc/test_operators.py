@@ -83,6 +83,7 @@ async def test_each_listener_serves_its_own_and_nothing_else(
         "grpc.channelz.v1.Channelz",
         "grpc.health.v1.Health",
         "grpc.reflection.v1alpha.ServerReflection",
+        "kvledger.v1.DiagnosisService",
         "kvledger.v1.LedgerService",
     ]
     assert "grpc.channelz.v1.Channelz" not in await services_of(server.channel)
