@@ -139,6 +139,7 @@ bool Engine::accept(const Arrival& arrival, std::span<const Token> prompt) {
   try {
     const auto request = std::make_shared<Request>(arrival.id, account);
     request->samples.reserve(samples);
+    request->sample_count = samples;
     for (; made < samples; ++made) {
       auto sequence = std::make_unique<Sequence>(
           arrival, std::vector<Token>(prompt.begin(), prompt.end()), request, made);
@@ -202,7 +203,7 @@ void Engine::commit(StepId step, std::span<const Token> tokens,
     }
   }
   settle_step(step, now);
-  scheduler_.observe(ledger_.now() - planned_at_);
+  scheduler_.observe(ledger_.now() - planned_at_, ledger_.now(), true);
   const StepPlanView& view = plan_.view();
   KVL_CHECK_EQ(static_cast<std::int64_t>(offsets.size()), view.header.logits + 1);
   KVL_CHECK_EQ(offsets.front(), 0);
@@ -245,6 +246,7 @@ void Engine::commit(StepId step, std::span<const Token> tokens,
 
 void Engine::abandon(StepId step, Nanoseconds now) {
   settle_step(step, now);
+  scheduler_.observe(ledger_.now() - planned_at_, ledger_.now(), false);
   for (const Chunk& chunk : scheduler_.chunks()) {
     if (chunk.sequence->state != Sequence::State::kEnded) {
       finish(*chunk.sequence, EndReason::kFailed);
@@ -401,7 +403,10 @@ void Engine::write_receipt(const Request& request, const Sequence& last) {
   const BlockTime held = to_block_time(statement.held);
   const BlockTime reserved = to_block_time(statement.reserved);
   const BlockTime of_scopes = to_block_time(statement.of_scopes);
-  const BlockTime saved = to_block_time(statement.saved);
+  // What samples of one request share with each other it would not have held twice: with more than
+  // one, what others' blocks saved cannot be told apart from that.
+  const BlockTime saved =
+      to_block_time(request.sample_count == 1 ? statement.saved : BlockNanoseconds{0});
   Receipt receipt;
   receipt.sequence = request.id.value();
   receipt.tenant = last.tenant.value();

@@ -109,7 +109,7 @@ class Engine {
   // What changed since the last call, by whatever was called between. Valid until the next call.
   const StepReport& take_report();
 
-  // The books at `now`, written out; O(accounts + open sequences). It changes nothing.
+  // The books at `now`, written out; O(accounts + open sequences). Only the time goes on.
   Books books(Nanoseconds now);
 
   const Ledger& ledger() const noexcept { return ledger_; }

@@ -58,7 +58,7 @@ void FairQueue::insert(Sequence& sequence) {
   if (line.waits()) {
     unlink(line);
   } else {
-    line.service_ = std::max(line.service_, time_ - credit_);
+    lift(line);
   }
   line.waiting_.insert(std::move(node));
   link(line);
@@ -87,14 +87,6 @@ void FairQueue::unlink(TenantLine& line) {
   KVL_CHECK(!line.node_.empty());
 }
 
-bool FairQueue::is_before(const Sequence& sequence) const noexcept {
-  const TenantLine& own = *sequence.line;
-  if (own.waits() && ByRank{}(*own.waiting_.begin(), &sequence)) {
-    return true;
-  }
-  return !lines_.empty() && (*lines_.begin())->service_ < own.service_;
-}
-
 void FairQueue::give(TenantLine& line, std::int64_t service) {
   if (line.due_ == 0 && service > 0) {
     due_.push_back(&line);
@@ -102,13 +94,27 @@ void FairQueue::give(TenantLine& line, std::int64_t service) {
   line.due_ += service;
 }
 
+void FairQueue::lift(TenantLine& line) {
+  const std::int64_t least = time_ - credit_;
+  if (line.service_ >= least) {
+    return;
+  }
+  const bool is_linked = line.waits();
+  if (is_linked) {
+    unlink(line);
+  }
+  line.service_ = least;
+  if (is_linked) {
+    link(line);
+  }
+}
+
 void FairQueue::count(const std::vector<const TenantLine*>& backlogged) {
   // The counters as they were when the step was chosen.
-  bool waits = !lines_.empty();
-  std::int64_t reached = waits ? (*lines_.begin())->service_ : 0;
+  const bool waits = !backlogged.empty();
+  std::int64_t reached = waits ? backlogged.front()->service_ : 0;
   for (const TenantLine* line : backlogged) {
-    reached = waits ? std::min(reached, line->service_) : line->service_;
-    waits = true;
+    reached = std::min(reached, line->service_);
   }
   for (TenantLine* line : due_) {
     const bool is_linked = line->waits();

@@ -5,17 +5,21 @@
 // counters, Sheng et al., OSDI 2024). Service is counted when it is given, at list prices, so what
 // others have cached changes nobody's order:
 //
-//   a prompt token             1, also where a shared scope had it; what its own had costs nothing
-//   an output token            kDecodePrice: it takes a row of a step, and memory as long as it
-//   stays
+//   a prompt token   1, also where a shared scope had it; what its own had costs nothing
+//   a prompt         kPromptLeast, if that is more: it takes a turn
+//   an output token  kDecodePrice: it takes a row of a step, and memory as long as it stays; a
+//                    sequence's first comes with its prompt
 //
-// Nobody saves up. While somebody has to wait, the queue's own time follows the least counter of
-// those who wait; while nobody has to, all get what they ask for, so it follows the largest. Who
-// comes with nothing waiting begins no more than `credit` before that time: it has its turn at
-// once, for so much, and then shares. Nobody gets rid of what it was given by leaving either.
+// Nobody saves up. While somebody waits who could be served, the queue's own time follows the least
+// counter of these; while nobody does, all get what they ask for, so it follows the largest. Who
+// comes with nothing waiting, or could not be served for its own limits, begins no more than
+// `credit` before that time: it has its turn at once, for so much, and then shares. Nobody gets rid
+// of what it was given by leaving either.
 //
-// Two tenants that both wait all the time are served within `credit` plus what one step serves of
-// each other, whatever their prompts are like. A single tenant's order is that of ranks alone.
+// Of two tenants that both wait all the time the one that was given less goes first, whatever their
+// prompts are like; so prompts keep them within `credit` and one step of each other. What runs goes
+// on: a tenant may get ahead by what its running sequences still have to say. A single tenant's
+// order is that of ranks alone.
 //
 // enter() takes the memory for all that can happen to a sequence; nothing else here allocates.
 // Costs O(log sequences + log tenants) a call. One thread at a time.
@@ -42,6 +46,8 @@ struct ByRank {
 
 // What a token of output is counted as.
 inline constexpr std::int64_t kDecodePrice = 2;
+// What a prompt is counted as at least.
+inline constexpr std::int64_t kPromptLeast = 32;
 
 // What one tenant was given, and what of it waits.
 class TenantLine {
@@ -114,15 +120,19 @@ class FairQueue {
 
   std::size_t size() const noexcept { return size_; }
   bool empty() const noexcept { return size_ == 0; }
-  // Whether anybody who waits goes before a sequence that does not.
-  bool is_before(const Sequence& sequence) const noexcept;
+  // Whether anybody who waits, and whose tenant `may_run`, goes before a sequence that does not.
+  template <class MayRun>
+  bool is_before(const Sequence& sequence, const MayRun& may_run) const;
   // Who waits, in order; no more than kLookMax of them.
   Cursor look() { return Cursor(*this); }
 
   // Notes what a tenant is given in the step that is planned.
   void give(TenantLine& line, std::int64_t service);
+  // Lets a tenant that can be served begin no further behind than if it came now. Not while a
+  // cursor is used.
+  void lift(TenantLine& line);
   // Counts what was noted. `backlogged` are the tenants, one or more times, that have prompts to
-  // compute and run already.
+  // compute and could be served, now or as soon as there is room.
   void count(const std::vector<const TenantLine*>& backlogged);
 
   static constexpr std::size_t kLookMax = 4096;
@@ -141,5 +151,22 @@ class FairQueue {
   std::vector<TenantLine*> due_;  // that were given something
   std::vector<Cursor::Place> places_;
 };
+
+template <class MayRun>
+bool FairQueue::is_before(const Sequence& sequence, const MayRun& may_run) const {
+  const TenantLine& own = *sequence.line;
+  if (own.waits() && ByRank{}(*own.waiting_.begin(), &sequence)) {
+    return true;
+  }
+  for (const TenantLine* line : lines_) {
+    if (line->service_ >= own.service_) {
+      return false;
+    }
+    if (may_run(line->tenant_)) {
+      return true;
+    }
+  }
+  return false;
+}
 
 }  // namespace kvledger

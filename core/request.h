@@ -39,6 +39,8 @@ struct Request {
   // The id of its first sample; the others' follow it.
   const SequenceId id;
   const RequestAccount account;
+  // How many samples it had at first.
+  std::uint64_t sample_count = 1;
   // Those that have not ended, by id.
   std::vector<Sequence*> samples;
   // True while an uncommitted step names one of its sequences, ended or not: any of its blocks may

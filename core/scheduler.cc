@@ -35,7 +35,7 @@ Scheduler::Scheduler(const SchedulerSettings& settings, std::int32_t slots_per_b
   candidates_.reserve(rows);
   passed_over_.reserve(kLookahead);
   at_limit_.reserve(2 * kAtLimitMax);
-  backlogged_.reserve(rows);
+  backlogged_.reserve(rows + kLookahead + 1);
 }
 
 void Scheduler::enqueue(Request& request) {
@@ -126,7 +126,11 @@ void Scheduler::schedule(Nanoseconds now, StepPlan& plan, StepReport& report) {
   }
   const std::int64_t decode_tokens = choose_decode(now, plan, report);
   decode_chunks_ = chunks_.size();
+  backlogged_.clear();
   collect_prefill(plan);
+  for (const Candidate& candidate : candidates_) {
+    queue_.lift(*candidate.sequence->line);
+  }
   find_waiters();
   note_oldest();
   const std::int64_t room = prefill_room(settings_.token_budget - decode_tokens);
@@ -214,43 +218,6 @@ std::size_t Scheduler::victim_for(std::size_t index) const {
   return victim;
 }
 
-// Prompt tokens for which the step has time, at most `budget`.
-std::int64_t Scheduler::prefill_room(std::int64_t budget) const {
-  if (candidates_.empty()) {
-    return budget;
-  }
-  const bool limited = settings_.step_time_max > 0 || settings_.step_stretch > 0;
-  if (limited && decode_chunks_ > 0 && decodes_are_protected()) {
-    return decode_room(budget);
-  }
-  if (settings_.prefill_time_max == 0) {
-    return budget;
-  }
-  std::int64_t computed = 0;
-  for (const Candidate& candidate : candidates_) {
-    computed = std::max(computed, candidate.computed());
-  }
-  const std::int64_t fits = step_time_.prefill_within(settings_.prefill_time_max, computed, budget);
-  return std::min(budget, std::max(fits, kChunkLeast));
-}
-
-// Whether somebody decodes whom the tenant that comes next may not hold up: all do but the
-// sequences of tenants that were given more and still have more to compute themselves, and they too
-// where there is a limit in time.
-bool Scheduler::decodes_are_protected() const {
-  if (settings_.step_time_max > 0) {
-    return true;
-  }
-  std::int64_t least = candidates_.front().sequence->line->service();
-  for (const Candidate& candidate : candidates_) {
-    least = std::min(least, candidate.sequence->line->service());
-  }
-  return std::any_of(chunks_.begin(), chunks_.end(), [least](const Chunk& chunk) {
-    const TenantLine& line = *chunk.sequence->line;
-    return line.service() <= least || (!line.waits() && line.oldest == nullptr);
-  });
-}
-
 void Scheduler::note_oldest() noexcept {
   for (const Chunk& chunk : chunks_) {
     chunk.sequence->line->oldest = nullptr;
@@ -266,32 +233,6 @@ void Scheduler::note_oldest() noexcept {
   }
 }
 
-// Prompt tokens beside which those who decode wait no longer than the limit says. Now and then
-// none: what is left for them is told by how long decoding alone takes, and that has to be known.
-std::int64_t Scheduler::decode_room(std::int64_t budget) const {
-  if (step_time_.needs_decode()) {
-    return 0;
-  }
-  std::int64_t keys = 0;
-  std::int64_t tokens = 0;
-  for (const Chunk& chunk : chunks_) {
-    tokens += chunk.tokens;
-    keys += keys_of_chunk(chunk.sequence->computed, chunk.tokens);
-  }
-  const Nanoseconds decode = step_time_.decode_time(tokens, keys);
-  Nanoseconds longest = settings_.step_time_max;
-  if (settings_.step_stretch > 0) {
-    const Nanoseconds stretched = decode / 1000 * settings_.step_stretch;
-    longest = longest > 0 ? std::min(longest, stretched) : stretched;
-  }
-  std::int64_t computed = 0;
-  for (const Candidate& candidate : candidates_) {
-    computed = std::max(computed, candidate.computed());
-  }
-  const std::int64_t fits = step_time_.prefill_within(longest - decode, computed, budget);
-  return std::min(budget, std::max(fits, settings_.prefill_least));
-}
-
 void Scheduler::note_work() noexcept {
   work_ = StepWork{};
   for (std::size_t i = 0; i < chunks_.size(); ++i) {
@@ -302,7 +243,7 @@ void Scheduler::note_work() noexcept {
   }
 }
 
-void Scheduler::observe(Nanoseconds elapsed) noexcept {
+void Scheduler::observe(Nanoseconds elapsed, Nanoseconds now, bool is_whole) noexcept {
   std::int64_t prompts = 0;
   for (std::size_t i = decode_chunks_; i < chunks_.size(); ++i) {
     prompts += chunks_[i].tokens > 0 ? 1 : 0;  // the others are samples that begin at their end
@@ -311,32 +252,39 @@ void Scheduler::observe(Nanoseconds elapsed) noexcept {
   books_.observe(work_, static_cast<std::int64_t>(decode_chunks_), prompts, elapsed, decode,
                  step_time_.expected(work_));
   if (work_.prefill_tokens > 0) {
-    book_delays(elapsed - StepBooks::decode_part(work_, elapsed, decode));
+    book_delays(elapsed - StepBooks::decode_part(work_, elapsed, decode), now);
   }
-  step_time_.observe(work_, elapsed);
+  if (is_whole) {
+    step_time_.observe(work_, elapsed);
+  }
 }
 
 // Everybody who runs has waited for the prompts of the step, except for what was its own of them.
-void Scheduler::book_delays(Nanoseconds prefill) noexcept {
+void Scheduler::book_delays(Nanoseconds prefill, Nanoseconds now) noexcept {
   for (Sequence* sequence : running_) {
     if (!sequence->paused) {
-      sequence->delayed() += prefill;
+      sequence->delayed() += std::min(prefill, now - sequence->activity_since);
     }
   }
   for (std::size_t i = decode_chunks_; i < chunks_.size(); ++i) {
     const auto& [sequence, tokens] = chunks_[i];
     if (sequence->state == Sequence::State::kRunning && !sequence->paused) {
-      sequence->delayed() -= prefill / work_.prefill_tokens * tokens +
-                             prefill % work_.prefill_tokens * tokens / work_.prefill_tokens;
+      const Nanoseconds own = prefill / work_.prefill_tokens * tokens +
+                              prefill % work_.prefill_tokens * tokens / work_.prefill_tokens;
+      sequence->delayed() -= std::min(own, sequence->delayed());
     }
   }
 }
 
 // Counts what the step gives to tenants.
 void Scheduler::count_service() {
-  backlogged_.clear();
   for (const Candidate& candidate : candidates_) {
     backlogged_.push_back(candidate.sequence->line);
+  }
+  for (const Sequence* examined : passed_over_) {
+    if (examined->state == Sequence::State::kWaiting) {
+      backlogged_.push_back(examined->line);
+    }
   }
   for (std::size_t i = 0; i < chunks_.size(); ++i) {
     const auto& [sequence, tokens] = chunks_[i];
@@ -346,93 +294,6 @@ void Scheduler::count_service() {
     queue_.give(*sequence->line, i < decode_chunks_ ? kDecodePrice * fresh : fresh);
   }
   queue_.count(backlogged_);
-}
-
-// The tenant that was given least comes first, and others fill up a step that would be too small.
-void Scheduler::share_prefill_budget(std::int64_t budget) {
-  if (candidates_.empty() || budget <= 0) {
-    return;
-  }
-  // Who waits for a block comes last: by then it is known whether it is computed to its end.
-  std::sort(candidates_.begin(), candidates_.end(), [](const auto& a, const auto& b) {
-    if ((a.waits_for != nullptr) != (b.waits_for != nullptr)) {
-      return b.waits_for != nullptr;
-    }
-    const TenantLine& left = *a.sequence->line;
-    const TenantLine& right = *b.sequence->line;
-    if (&left != &right) {
-      return left.service() != right.service() ? left.service() < right.service()
-                                               : ByRank{}(left.oldest, right.oldest);
-    }
-    return ByRank{}(a.sequence, b.sequence);
-  });
-  const TenantLine* first = nullptr;
-  std::int64_t used = 0;
-  for (auto begin = candidates_.begin(); begin != candidates_.end();) {
-    const TenantLine* line = begin->sequence->line;
-    const bool waits = begin->waits_for != nullptr;
-    auto end = begin;
-    while (end != candidates_.end() && end->sequence->line == line &&
-           (end->waits_for != nullptr) == waits) {
-      ++end;
-    }
-    const bool is_first = first == nullptr || first == line;
-    const std::int64_t left = (is_first ? budget : std::min(budget, kChunkLeast)) - used;
-    if (left > 0) {
-      const std::int64_t given =
-          waits ? give_waiters({begin, end}, left) : share_among({begin, end}, left);
-      used += given;
-      first = given > 0 && first == nullptr ? line : first;
-    }
-    begin = end;
-  }
-}
-
-// Half of the budget for the oldest, then the shortest first, what is left to the oldest again; how
-// much was given.
-std::int64_t Scheduler::share_among(Candidates one_tenants, std::int64_t budget) {
-  const std::int64_t all = budget;
-  Candidate& first = one_tenants.front();
-  first.tokens = std::min(first.pending(), std::max<std::int64_t>(1, budget / 2));
-  budget -= first.tokens;
-  const Candidates others = one_tenants.subspan(1);
-  std::sort(others.begin(), others.end(), [](const auto& a, const auto& b) {
-    const std::int64_t left = a.listed();
-    const std::int64_t right = b.listed();
-    return left != right ? left < right : ByRank{}(a.sequence, b.sequence);
-  });
-  for (Candidate& other : others) {
-    other.tokens = std::min(other.pending(), budget);
-    budget -= other.tokens;
-  }
-  const std::int64_t more = std::min(first.pending() - first.tokens, budget);
-  first.tokens += more;
-  return all - budget + more;
-}
-
-// Those go on, the shortest first, whose block nobody completes in this step.
-std::int64_t Scheduler::give_waiters(Candidates one_tenants, std::int64_t budget) {
-  std::sort(one_tenants.begin(), one_tenants.end(), [](const auto& a, const auto& b) {
-    const std::int64_t left = a.listed();
-    const std::int64_t right = b.listed();
-    return left != right ? left < right : ByRank{}(a.sequence, b.sequence);
-  });
-  std::int64_t given = 0;
-  for (Candidate& waiter : one_tenants) {
-    if (!completes_next_block(*waiter.waits_for)) {
-      waiter.tokens = std::min(waiter.pending(), budget - given);
-      given += waiter.tokens;
-    }
-  }
-  return given;
-}
-
-// Whether a candidate's share of the budget reaches the end of the block that it is in.
-bool Scheduler::completes_next_block(const Sequence& sequence) const noexcept {
-  const auto found =
-      std::find_if(candidates_.begin(), candidates_.end(),
-                   [&](const Candidate& candidate) { return candidate.sequence == &sequence; });
-  return found->computed() % slots_per_block_ + found->tokens >= slots_per_block_;
 }
 
 void Scheduler::emit(Nanoseconds now, StepPlan& plan, StepReport& report) {

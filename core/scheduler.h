@@ -5,7 +5,7 @@
 // and otherwise for who may come meanwhile.
 //
 // The prompts of a step are one tenant's, of the one that was given least (fair_queue.h); others
-// only fill it up to kChunkLeast tokens, below which steps are not worth their fixed cost. Within a
+// only fill it as far as a step has to be filled to be worth its fixed cost. Within a
 // tenant half of the budget belongs to the oldest prompt, the rest goes to the shortest first, and
 // what nobody wants returns to the oldest: a long prompt cannot hold up a short one, and short ones
 // cannot starve it.
@@ -121,8 +121,9 @@ class Scheduler {
   void pause(Sequence& sequence);
   void resume(Sequence& sequence);
 
-  // Learns that the step of the last schedule() took `elapsed`, and books it.
-  void observe(Nanoseconds elapsed) noexcept;
+  // Books that the step of the last schedule() took `elapsed` until `now`; how long steps take is
+  // learnt from those that were computed to their end.
+  void observe(Nanoseconds elapsed, Nanoseconds now, bool is_whole) noexcept;
   // What all steps did; any thread may read it.
   const StepBooks& books() const noexcept { return books_; }
 
@@ -133,7 +134,7 @@ class Scheduler {
     return static_cast<std::int64_t>(queue_.size()) + parked_;
   }
 
-  // Prompt tokens that a step may always have.
+  // Prompt tokens that a step may always have; with fewer it is not worth its fixed cost.
   static constexpr std::int64_t kChunkLeast = 32;
 
   // Blocks that hold `tokens` tokens of a sequence.
@@ -154,8 +155,10 @@ class Scheduler {
   BlockCount promised_to(TenantId tenant) const noexcept;
   BlockCount promised_to_all() const noexcept;
   void find_waiters();
+  bool may_run(TenantId tenant) const noexcept;
   std::int64_t prefill_room(std::int64_t budget) const;
   std::int64_t decode_room(std::int64_t budget) const;
+  std::int64_t computed_by_first() const;
   bool decodes_are_protected() const;
   void note_oldest() noexcept;
   void note_work() noexcept;
@@ -178,7 +181,7 @@ class Scheduler {
   bool would_help(const Sequence& victim, const Sequence& other) const;
   BlockCount room_for(TenantId tenant) const;
   void preempt(Sequence& sequence, StepBooks::Preempted why, Nanoseconds now, StepReport& report);
-  void book_delays(Nanoseconds prefill) noexcept;
+  void book_delays(Nanoseconds prefill, Nanoseconds now) noexcept;
   BlockCount blocks_to_admit(const Sequence& sequence, std::int64_t shared_tokens) const;
   bool is_protected(const Sequence& sequence) const noexcept;
   void leave_running(Sequence& sequence);
@@ -206,8 +209,10 @@ class Scheduler {
   using Candidates = std::span<Candidate>;
 
   void share_prefill_budget(std::int64_t budget);
+  std::int64_t fill_of(Candidates one_tenants, std::int64_t tokens) const;
   static std::int64_t share_among(Candidates one_tenants, std::int64_t budget);
   std::int64_t give_waiters(Candidates one_tenants, std::int64_t budget);
+  static bool is_shorter(const Candidate& a, const Candidate& b) noexcept;
   Candidate candidate(Sequence& waiting);
   bool is_candidate(const Sequence& sequence) const noexcept;
   bool begin(const Candidate& candidate, Nanoseconds now, StepPlan& plan, StepReport& report);

@@ -24,7 +24,9 @@ void Scheduler::collect_prefill(StepPlan& plan) {
   passed_over_.clear();
   for (Sequence* sequence : running_) {
     if (sequence->activity == Sequence::Activity::kPrefill && !sequence->paused) {
+      const std::int64_t of_scopes = sequence->reused_shared;
       blocks_.catch_up(*sequence, plan);
+      queue_.give(*sequence->line, sequence->reused_shared - of_scopes);
       candidates_.emplace_back();
       candidates_.back().sequence = sequence;
     }
@@ -36,7 +38,10 @@ void Scheduler::collect_prefill(StepPlan& plan) {
   std::int64_t skipped = 0;
   FairQueue::Cursor cursor = queue_.look();
   while (Sequence* sequence = cursor.next()) {
-    if (rows == 0 || passes == 0 || passed_over_.size() == kLookahead || skipped == kSkipMax ||
+    if (rows == 0 && may_run(sequence->tenant)) {
+      backlogged_.push_back(sequence->line);  // whoever has the next row
+    }
+    if (rows <= 0 || passes <= 0 || passed_over_.size() == kLookahead || skipped == kSkipMax ||
         at_limit_.size() == kAtLimitMax) {
       break;
     }
@@ -99,6 +104,11 @@ void Scheduler::collect_guaranteed(std::int64_t rows) {
     --rows;
     candidates_.push_back(next);
   }
+}
+
+// Whether a tenant has room of its own for another block.
+bool Scheduler::may_run(TenantId tenant) const noexcept {
+  return !cache_.shares().limits(tenant) || cache_.shares().left_to(tenant) > kNone;
 }
 
 // Whether no more of a tenant's sequences are looked at: several had no room in its share, or one
@@ -183,7 +193,9 @@ void Scheduler::find_waiters() {
     const auto place = cache_.next_place(*candidates_[i].sequence);
     for (std::size_t j = 0; j < i && place && candidates_[i].source == nullptr; ++j) {
       const Candidate& first = candidates_[j];
-      if (first.waits_for != nullptr || first.source != nullptr) {
+      // Whoever would wait for one whose turn comes later might wait for long.
+      if (first.waits_for != nullptr || first.source != nullptr ||
+          first.sequence->line->service() > candidates_[i].sequence->line->service()) {
         continue;
       }
       const auto other = cache_.next_place(*first.sequence);
@@ -246,9 +258,6 @@ bool Scheduler::begin(const Candidate& candidate, Nanoseconds now, StepPlan& pla
   const std::int64_t of_scopes = sequence.reused_shared;
   run(sequence, now, candidate.shared, whole + match.tail, report);
   blocks_.begin_with(sequence, match, plan);
-  if (is_first) {  // as if nobody had computed it
-    queue_.give(*sequence.line, sequence.reused_shared - of_scopes);
-  }
   if (match.tail > 0) {
     cache_.pin_source(match);
   }
@@ -259,6 +268,12 @@ bool Scheduler::begin(const Candidate& candidate, Nanoseconds now, StepPlan& pla
   if (match.tail > 0) {
     blocks_.copy_tail(sequence, match, plan);
     cache_.unpin_source(match);
+  }
+  if (is_first) {  // as if nobody had computed it
+    const std::int64_t little =
+        candidate.shared == 0 ? kPromptLeast - sequence.token_count() : 0;
+    queue_.give(*sequence.line,
+                sequence.reused_shared - of_scopes + std::max<std::int64_t>(0, little));
   }
   if (candidate.shared > 0) {
     blocks_.share(*candidate.source, sequence, candidate.shared, plan);
@@ -299,6 +314,7 @@ void Scheduler::fork_samples(const Sequence& leader, std::int32_t token, Nanosec
       continue;
     }
     run(*sample, now, sample->prompt_count, 0, report);
+    queue_.give(*sample->line, kDecodePrice);
     blocks_.share(leader, *sample, sample->prompt_count, plan);
     chunks_.push_back(Chunk{sample, 0});
     plan.append_logits(token, sample->row);
@@ -310,7 +326,7 @@ bool Scheduler::may_fork(const Sequence& sample) const {
   return sample.state == Sequence::State::kWaiting && !sample.paused &&
          sample.output_count() == 0 && !is_protected(sample) &&
          running() < settings_.sequences_max && room_for(sample.tenant) > kNone &&
-         !queue_.is_before(sample);
+         !queue_.is_before(sample, [this](TenantId tenant) { return may_run(tenant); });
 }
 
 // Blocks that a waiting sequence has to reserve if it begins with `shared_tokens` of another.

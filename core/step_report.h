@@ -90,7 +90,7 @@ struct Receipt {
   // Blocks of shared scopes that it referred to: booked to the scopes, and so part of neither.
   std::uint64_t scope_seconds = 0;
   // Block-time that it would have held more, had it shared no block with other requests of its
-  // tenant.
+  // tenant; 0 for a request with several samples.
   std::uint64_t saved_seconds = 0;
   std::uint32_t held_nanos = 0;
   std::uint32_t reserved_nanos = 0;

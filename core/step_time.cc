@@ -23,6 +23,9 @@ constexpr double kLeastProduct = 1e-12;
 constexpr std::int64_t kTrusted = 8;
 constexpr double kOutlier = 3.0;
 
+// Of a step that is worth it, its own time over the fixed part.
+constexpr double kWorthwhile = 4.0;
+
 // Features of about one: weights of similar size converge together.
 constexpr double kTokens = 1.0 / 16;
 constexpr double kKeys = 1.0 / 16384;
@@ -106,6 +109,32 @@ void StepTimeModel::observe(const StepWork& work, Nanoseconds elapsed) noexcept 
 
 Nanoseconds StepTimeModel::decode_time(std::int64_t tokens, std::int64_t keys) const noexcept {
   return static_cast<Nanoseconds>(decode_.predict(decode_features(tokens, keys)) / kMilliseconds);
+}
+
+std::int64_t StepTimeModel::worthwhile(std::int64_t most) const noexcept {
+  const double none = prefill_.predict(prefill_features(0, 0));
+  const double one = prefill_.predict(prefill_features(1, 0)) - none;
+  if (none <= 0.0 || one <= 0.0) {
+    return 0;
+  }
+  return static_cast<std::int64_t>(std::min(static_cast<double>(most), kWorthwhile * none / one));
+}
+
+std::int64_t StepTimeModel::prefill_like(std::int64_t tokens,
+                                         std::int64_t computed) const noexcept {
+  const double time = prefill_.predict(prefill_features(tokens, keys_of_chunk(0, tokens)));
+  if (time <= 0.0) {
+    return tokens;
+  }
+  std::int64_t fits = 0;
+  std::int64_t too_many = tokens + 1;
+  while (too_many - fits > 1) {
+    const std::int64_t middle = fits + (too_many - fits) / 2;
+    const double taken =
+        prefill_.predict(prefill_features(middle, keys_of_chunk(computed, middle)));
+    (taken <= time ? fits : too_many) = middle;
+  }
+  return fits;
 }
 
 Nanoseconds StepTimeModel::expected(const StepWork& work) const noexcept {

@@ -68,6 +68,12 @@ class StepTimeModel {
   // what is known about decoding is no measure any more. Beside prompts it cannot be told apart.
   bool needs_decode() const noexcept { return since_decode_ >= kDecodeNews; }
 
+  // Prompt tokens, up to `most`, with which a step's fixed cost is a fifth of its time; 0 where
+  // nothing is known or nothing is fixed.
+  std::int64_t worthwhile(std::int64_t most) const noexcept;
+  // As many tokens behind `computed` others as take as long as `tokens` of a new prompt.
+  std::int64_t prefill_like(std::int64_t tokens, std::int64_t computed) const noexcept;
+
   // Expected time of a step; 0 where nothing like it was observed.
   Nanoseconds expected(const StepWork& work) const noexcept;
   // Expected time of the decode part alone; 0 before anything was observed.

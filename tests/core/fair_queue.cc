@@ -12,6 +12,8 @@ namespace {
 
 using Ids = std::vector<std::uint64_t>;
 
+constexpr auto anybody = [](TenantId) { return true; };
+
 // Sequences that come, wait and are served by hand.
 struct Waiting {
   FairQueue queue{100};
@@ -140,12 +142,12 @@ TEST_CASE("somebody is before a sequence of another tenant if that one was given
   Sequence& one = waiting.come(1, 1, 10);
   Sequence& two = waiting.come(2, 2, 10);
   waiting.serve(one, 30);
-  CHECK(waiting.queue.is_before(one));
+  CHECK(waiting.queue.is_before(one, anybody));
   waiting.serve(two, 60);
-  CHECK_FALSE(waiting.queue.is_before(one));
+  CHECK_FALSE(waiting.queue.is_before(one, anybody));
   waiting.come(3, 2, 10);
-  CHECK_FALSE(waiting.queue.is_before(one));                       // it was given more
-  CHECK(waiting.queue.is_before(*waiting.sequences[1]) == false);  // it came first
+  CHECK_FALSE(waiting.queue.is_before(one, anybody));                       // it was given more
+  CHECK(waiting.queue.is_before(*waiting.sequences[1], anybody) == false);  // it came first
 }
 
 TEST_CASE("two tenants that always wait are served within the credit of each other") {
@@ -167,4 +169,31 @@ TEST_CASE("two tenants that always wait are served within the credit of each oth
     REQUIRE(std::abs(left.service() - right.service()) <= 100 + 700);
   }
   CHECK(left.service() + right.service() > 500'000);
+}
+
+TEST_CASE("who waits for nothing but its own limit is before nobody") {
+  // If this fails, a tenant at its own limit keeps the samples of all others from beginning.
+  Waiting waiting;
+  Sequence& one = waiting.come(1, 1, 10);
+  waiting.come(2, 2, 10);
+  waiting.serve(one, 30);
+  CHECK(waiting.queue.is_before(one, anybody));
+  CHECK_FALSE(waiting.queue.is_before(one, [](TenantId tenant) { return tenant != TenantId{2}; }));
+}
+
+TEST_CASE("who could not be served has saved up no more than who was away") {
+  // If this fails, a tenant whose limit is raised stops all others for as long as it was held up.
+  Waiting waiting;
+  Sequence& held_up = waiting.come(1, 1, 10);
+  Sequence& other = waiting.come(2, 2, 10);
+  waiting.queue.give(*other.line, 5000);
+  waiting.queue.count({other.line});
+  waiting.queue.give(*other.line, 5000);
+  waiting.queue.count({other.line});
+  CHECK(held_up.line->service() == 0);
+  waiting.queue.lift(*held_up.line);
+  CHECK(held_up.line->service() == 5000 - 100);
+  waiting.queue.lift(*other.line);
+  CHECK(other.line->service() == 10'000);
+  CHECK(waiting.order() == Ids{1, 2});
 }

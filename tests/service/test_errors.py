@@ -16,6 +16,7 @@ from structlog.testing import CapturingLogger
 from kvledger import errors
 from kvledger.errors import (
     ActingRefused,
+    BooksUnavailable,
     ConstraintDeadEnd,
     ConstraintsFull,
     ConstraintsUnavailable,
@@ -32,12 +33,14 @@ from kvledger.errors import (
     QueueTimeout,
     ReaderStalled,
     RequestFailed,
+    RequestUnknown,
     RoleMissing,
     ServerDraining,
     SettingRefused,
     SharedScopeDenied,
     TenantClosed,
     TenantLimitReached,
+    TenantUnknown,
 )
 from kvledger.rpc import errors as table
 from kvledger.rpc.errors import DOMAIN, Metadata, abort
@@ -70,6 +73,13 @@ EXAMPLES: dict[type, tuple[Exception, grpc.StatusCode, str]] = {
         ConstraintsFull(4096, 1.5),
         grpc.StatusCode.RESOURCE_EXHAUSTED,
         "CONSTRAINTS_FULL",
+    ),
+    RequestUnknown: (RequestUnknown(), grpc.StatusCode.NOT_FOUND, "REQUEST_UNKNOWN"),
+    TenantUnknown: (TenantUnknown(), grpc.StatusCode.NOT_FOUND, "TENANT_UNKNOWN"),
+    BooksUnavailable: (
+        BooksUnavailable("its loop has ended"),
+        grpc.StatusCode.UNAVAILABLE,
+        "BOOKS_UNAVAILABLE",
     ),
     ModelUnknown: (ModelUnknown(), grpc.StatusCode.NOT_FOUND, "MODEL_UNKNOWN"),
     SharedScopeDenied: (

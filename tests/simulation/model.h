@@ -56,6 +56,7 @@ struct Modelled {
   // In the plan that is looked at.
   bool held_back = false;
   bool admitted = false;
+  bool is_new = false;             // and never ran before
   bool forked = false;             // at the end of another sample's prompt
   std::int64_t begins_with = 0;    // blocks of another sample
   std::int64_t taken_at_once = 0;  // blocks reserved for it
@@ -165,7 +166,7 @@ class Model {
   void check_tables(const Engine& engine) const;
 
   // model_order.cc: whose turn it is.
-  void lift();
+  void lift(bool of_plan = false);
   void count_service();
   std::vector<Modelled*> queue();
   bool has_several_tenants(std::span<Modelled* const> queue) const;

@@ -22,9 +22,11 @@ bool waits(const Modelled& sequence) {
 
 // Who waits begins no more than the credit behind the others. It may be asked again and again: a
 // tenant that waits all the time is never that far behind.
-void Model::lift() {
+void Model::lift(bool of_plan) {
   for (const auto& [id, sequence] : live_) {
-    if (waits(sequence)) {
+    // In a plan also who goes on with a prompt: it may have been paused meanwhile.
+    const bool goes_on = of_plan && sequence.phase == Phase::kPrefill && !sequence.paused;
+    if (waits(sequence) || goes_on) {
       std::int64_t& service = service_[sequence.arrival.tenant.value()];
       service = std::max(service, service_time_ - settings_.scheduler.token_budget);
     }
@@ -41,6 +43,11 @@ void Model::count_service() {
         sequence.phase == Phase::kPrefill && !sequence.paused && !sequence.forked;
     if (computes_prompt || waits(sequence)) {
       of_waiting.push_back(service_[tenant]);
+    }
+    if (sequence.forked) {
+      given[tenant] += kDecodePrice;
+    } else if (sequence.admitted && sequence.is_new && sequence.begins_with == 0) {
+      given[tenant] += std::max<std::int64_t>(0, kPromptLeast - sequence.token_count());
     }
     for (std::int64_t i = 0; i < sequence.planned; ++i) {
       if (sequence.computed + i >= sequence.computed_peak) {
@@ -108,11 +115,11 @@ void Model::check_order(const StepPlanView& plan, const StepReport& report) {
     room += sequence.admitted && !sequence.forked ? sequence.taken_at_once : 0;
   }
   const std::vector<Modelled*> queue = this->queue();
-  // Where several tenants have prompts, a step that is large enough is one tenant's.
+  // Where several tenants have prompts, a step is one tenant's, and filled up as far as it is
+  // worth.
+  const std::int64_t room_for_all = plan.header.prefill_room;
   const std::int64_t most =
-      has_several_tenants(queue)
-          ? std::min<std::int64_t>(plan.header.prefill_room, Scheduler::kChunkLeast)
-          : plan.header.prefill_room;
+      has_several_tenants(queue) ? std::min<std::int64_t>(1, room_for_all) : room_for_all;
   if (plan.header.tokens - plan.header.decode_tokens < most) {
     check_all_who_fit(queue, room, settings_.scheduler.sequences_max - ran);
   }
@@ -227,9 +234,21 @@ void Model::check_prefill_shares(std::int64_t budget) const {
            service_.at(b.front()->arrival.tenant.value());
   });
   std::int64_t used = 0;
+  std::int64_t unserved = std::numeric_limits<std::int64_t>::max();  // who has not had all
   for (const auto& tenant : tenants) {
-    const std::int64_t most = used == 0 ? budget : std::min(budget, Scheduler::kChunkLeast);
-    used += check_shares_of(tenant, std::max<std::int64_t>(0, most - used));
+    std::int64_t planned = 0;
+    bool is_done = true;
+    for (const Modelled* prompt : tenant) {
+      planned += prompt->planned;
+      is_done = is_done && prompt->planned == prompt->pending();
+    }
+    // How far others fill a step up is learnt: whoever is first has had what it wants of it.
+    // Between equals one that could not be admitted may decide.
+    const std::int64_t service = service_.at(tenant.front()->arrival.tenant.value());
+    expect(planned == 0 || service <= unserved, "a tenant went before its turn");
+    used += check_shares_of(tenant,
+                            used == 0 && planned > 0 ? budget : std::min(planned, budget - used));
+    unserved = is_done ? unserved : std::min(unserved, service);
   }
 }
 

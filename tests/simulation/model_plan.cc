@@ -26,7 +26,7 @@ void Model::plan(const StepPlanView& plan, const StepReport& report, Nanoseconds
   preempt(report);
   check_victims(ran_before);
   note_held_back();
-  lift();
+  lift(true);
   admit(report);
   follow_deltas(plan);
   check_blocks();
@@ -152,6 +152,7 @@ void Model::admit(const StepReport& report) {
     expect_equal("admitted again", admission.again, sequence.ran);
     expect_equal("queued at admission", admission.queued, sequence.receipt.queued);
     sequence.admitted = true;
+    sequence.is_new = !sequence.ran;
     sequence.forked = admission.shared_tokens == sequence.token_count();
     if (!sequence.forked) {
       expect(!sequence.held_back, "a sample did not wait for another that computes the prompt");
