@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any
 
 import grpc
@@ -156,9 +157,12 @@ async def test_more_than_may_run_is_served_in_turn_beside_others() -> None:
     async with serving() as server:
         limit(server, t1={"running_max": 2}, t2={})
         most = 0
+        all_are_here = threading.Event()
+        all_are_here.set()
 
         def look(plan: Any) -> None:
             nonlocal most
+            assert all_are_here.wait(PATIENCE)
             most = max(most, plan.sequences)
 
         server.scripted.before_step = look
@@ -168,7 +172,11 @@ async def test_more_than_may_run_is_served_in_turn_beside_others() -> None:
         waits = [answer.accepted.queue_time.ToNanoseconds() for answer in answers]
         assert max(waits) > 3 * 49 * 10_000, "they waited for three others, at the door"
         most = 0
-        await asyncio.gather(*[start(server, tenant) for tenant in (1, 2) for _ in range(4)])
+        all_are_here.clear()
+        asked = [start(server, tenant) for tenant in (1, 2) for _ in range(4)]
+        await open_count(server, 8)
+        all_are_here.set()
+        await asyncio.gather(*asked)
         assert most > 4, "who has no such limit runs beside"
         assert server.log.reasons == ["length"] * 17
         await server.require_all_free()
