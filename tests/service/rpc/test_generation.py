@@ -154,7 +154,7 @@ async def test_a_reader_that_was_behind_gets_the_same_text(server: ServerHarness
     server.server._admission.streams.deliver = in_piles_of_three  # type: ignore[method-assign]
     piled = await server.answer(text="#", max_tokens=40)
     assert piled.text == "🙂" + expected("🙂", 36)
-    assert max(delta.tokens for delta in piled.deltas[1:]) >= 2, "they came in piles"
+    assert max(delta.tokens for delta in piled.deltas) >= 2, "they came in piles, of three or more"
 
 
 @pytest.mark.parametrize("final_only", [False, True])
