@@ -188,6 +188,12 @@ class Admission:
         return self._quotas.usage.counts.queued_tokens
 
     @property
+    def crowd(self) -> tuple[int, int, int]:
+        """Requests that are open, and of them those that wait in the core and at the door."""
+        counts = self._quotas.usage.counts
+        return len(self._entries), counts[Phase.WAITING], counts[Phase.HELD]
+
+    @property
     def stall_seconds(self) -> float:
         """How long a reader may leave a full mailbox alone."""
         return self._mailboxes.stall_seconds

@@ -200,7 +200,7 @@ class RequestUnknown(Exception):
     def __init__(self) -> None:
         super().__init__(
             "request_id: no request of this id that has ended and that this caller may ask about; "
-            "the last 20,000 are kept"
+            "the last 1,000 of a tenant are kept, and 20,000 of all"
         )
 
 

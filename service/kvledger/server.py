@@ -13,6 +13,7 @@ import contextlib
 import gc
 import signal
 import sys
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
@@ -29,7 +30,7 @@ from kvledger.books.recent import RecentRequests
 from kvledger.books.recorder import Recorder
 from kvledger.constraints.compiler import ConstraintCompiler
 from kvledger.diagnosis.setup import kv_formats, setup_of
-from kvledger.diagnosis.traffic import Traffic
+from kvledger.diagnosis.traffic import Crowd, Traffic
 from kvledger.engine import Engine, StepOutcome
 from kvledger.errors import SettingRefused
 from kvledger.machine.peaks import MachinePeaks
@@ -131,6 +132,7 @@ class Server:
             self._reader,
             self._recent,
             kv_formats(model),
+            self._crowd,
         )
         self._front = self._make_front(keepalive)
         self._metrics_listener: MetricsListener | None = None
@@ -184,7 +186,14 @@ class Server:
         )
 
     def _on_arrival(self, tenant: Tenant, scopes: PrefixScopes, prompt: Prompt) -> None:
-        self._traffic.came(tenant.name, scopes.own or 0, prompt)
+        self._traffic.pass_time(time.monotonic_ns(), self._crowd())
+        scope = str(scopes.own) if scopes.own is not None else None
+        if not self._settings.reuses_prefixes:
+            scope = f"tenant {tenant.number}"  # what reuse would find there
+        self._traffic.came(tenant.name, scope, prompt)
+
+    def _crowd(self) -> Crowd:
+        return Crowd(*self._admission.crowd)
 
     def _on_refusal(self, reason: str) -> None:
         self._metrics.refused(reason)
@@ -193,6 +202,7 @@ class Server:
     def _record(self, ended: EndedRequest) -> None:
         self._books.record(ended)
         self._recent.note(ended)
+        self._traffic.pass_time(time.monotonic_ns(), self._crowd())
         if ended.receipt is not None:
             self._traffic.ended(ended.tenant, ended.receipt)
 

@@ -11,9 +11,16 @@ import pytest
 from kvledger import _core
 from kvledger.diagnosis.counts import Counts, EngineCounts, PoolCounts, duration_quantile
 from kvledger.diagnosis.findings import findings
-from kvledger.diagnosis.observation import Observation, Setup, observe
+from kvledger.diagnosis.observation import UNKNOWN, Observation, Setup, observe
 from kvledger.diagnosis.predictions import fit, predict
-from kvledger.diagnosis.traffic import CLASSES, Traffic, TrafficCounts, class_of, class_quantile
+from kvledger.diagnosis.traffic import (
+    CLASSES,
+    Crowd,
+    Traffic,
+    TrafficCounts,
+    class_of,
+    class_quantile,
+)
 from kvledger.engine import EndReason
 from kvledger.machine.peaks import MachinePeaks
 from kvledger.planning.floors import StepCosts
@@ -96,12 +103,25 @@ class Interval:
         counts.output_tokens += requests * output
         counts.queued[tenant] += 0
         counts.life_time += requests * SECOND // 2
+        counts.open_time += requests * SECOND // 2
+        counts.lives[tenant] += requests * SECOND // 2
         return self
 
     def waits(self, seconds: float, tenant: str = "a") -> Interval:
-        self.traffic.queued_time += round(seconds * SECOND)
-        self.traffic.queued[tenant] += round(seconds * SECOND)
-        self.traffic.life_time += round(seconds * SECOND)
+        time, counts = round(seconds * SECOND), self.traffic
+        counts.queued_time += time
+        counts.queued[tenant] += time
+        counts.life_time += time
+        counts.lives[tenant] += time
+        counts.waiting_time += time
+        counts.open_time += time
+        return self
+
+    def is_open(self, seconds: float, waiting: float = 0.0, held: float = 0.0) -> Interval:
+        """Requests that have not ended."""
+        self.traffic.open_time += round(seconds * SECOND)
+        self.traffic.waiting_time += round(waiting * SECOND)
+        self.traffic.held_time += round(held * SECOND)
         return self
 
     def _add(
@@ -194,6 +214,26 @@ def test_a_batch_that_is_kept_small_is_named() -> None:
     assert interval.named[0] == "batch"
 
 
+def test_a_tenant_that_waits_for_its_own_floods_nobody() -> None:
+    """A tenant would be limited that harms only itself."""
+    interval = healthy().asks(500, 1000, 8, "greedy").waits(500.0, "greedy")
+    assert "flooding_tenant" not in interval.named
+
+
+def test_requests_that_have_not_ended_wait_too() -> None:
+    """A server whose queue stands still would be called healthy."""
+    interval = Interval().decodes(5000, 1, 200, 0.011).is_open(600.0, waiting=550.0)
+    interval.setup = replace(SETUP, sequences_max=1)
+    assert interval.named[0] == "batch"
+
+
+def test_a_tenants_own_limit_is_named() -> None:
+    """Memory is bought for a tenant that may not run more."""
+    found = findings(healthy().is_open(100.0, held=90.0).seen)[0]
+    assert found.name == "tenant_limit"
+    assert "running_max" in found.remedy
+
+
 def test_expensive_sampling_is_named() -> None:
     """Kernels are made faster that take less than the sampler."""
     interval = healthy()
@@ -224,6 +264,25 @@ def test_chunks_that_are_too_small_are_named(setup: Setup, remedy: str) -> None:
     assert remedy in found.sentence + found.remedy
 
 
+def test_short_rests_of_prompts_are_no_small_chunks() -> None:
+    """Good reuse would be taken for a wrong setting."""
+    interval = Interval().prompts(1000, 8, 700, 0.012).asks(1000, 700, 8)
+    assert "chunk_too_small" not in interval.named
+    assert "long_prompts" not in interval.named
+
+
+def test_a_limit_that_is_off_is_not_to_be_raised() -> None:
+    """The advice could not be followed."""
+    interval = Interval().prompts(3000, 8, 300, 0.012).asks(30, 800, 8)
+    interval.setup = replace(SETUP, prefill_step=0.0)
+    assert "chunk_too_small" not in interval.named
+    interval = Interval().decodes(1000, 8, 200, 0.015).both(60, 8, 500, 0.4, 0.015)
+    interval.asks(60, 500, 100)
+    interval.traffic.delayed_time = 20 * SECOND
+    interval.setup = replace(SETUP, step_stretch=0.0)
+    assert findings(interval.seen)[0].remedy.startswith("Set --tpot-target")
+
+
 def test_chunks_that_are_too_large_are_named() -> None:
     """Streams stutter, and the model is blamed."""
     interval = Interval().decodes(1000, 8, 200, 0.015).both(60, 8, 500, 0.4, 0.015)
@@ -238,6 +297,9 @@ def test_beginnings_that_are_computed_again_are_named(reuses: bool) -> None:
     interval = Interval().prompts(400, 64, 500, 0.06).decodes(1000, 2, 300, 0.012).asks(50, 900, 20)
     interval.traffic.reusable_tokens = 40_000
     interval.setup = replace(SETUP, reuses_prefixes=reuses)
+    if reuses:
+        assert "cold_prefix" not in interval.named, "there is room: nothing was evicted"
+        interval.live = 0.95
     found = findings(interval.seen)[0]
     assert found.name == "cold_prefix"
     assert ("--prefix-reuse on" in found.remedy) is not reuses
@@ -248,6 +310,18 @@ def test_long_prompts_are_bound_by_arithmetic_and_named() -> None:
     found = findings(Interval().prompts(700, 64, 900, 0.07).asks(20, 2000, 4).seen)[0]
     assert found.name == "long_prompts"
     assert "bound by compute" in found.sentence
+
+
+def test_shares_of_what_nobody_measured_are_not_told() -> None:
+    """0 % of the machine's arithmetic would be read as a fault."""
+    for interval in (
+        Interval().prompts(700, 64, 900, 0.07).asks(20, 2000, 4),
+        Interval().decodes(1000, 8, 2000, 0.05).asks(20, 1500, 400),
+    ):
+        interval.setup = replace(SETUP, costs=replace(COSTS, peaks=UNKNOWN))
+        (found, *_) = findings(interval.seen)
+        assert "at 0 %" not in found.sentence
+        assert "peak" not in found.sentence
 
 
 def test_long_contexts_are_bound_by_memory_and_named() -> None:
@@ -314,19 +388,41 @@ def test_what_could_be_reused_is_counted_by_scope() -> None:
     """The promise of a cache would include what other tenants sent."""
     traffic = Traffic(block_tokens=4)
     text = np.arange(1, 14, dtype=np.int32)  # three blocks and a token
-    traffic.came("a", 1, text)
+    traffic.came("a", "1", text)
     assert traffic.counts.reusable_tokens == 0
-    traffic.came("b", 2, text)
+    traffic.came("b", "2", text)
     assert traffic.counts.reusable_tokens == 0
-    traffic.came("a", 1, text)
+    traffic.came("a", "1", text)
     assert traffic.counts.reusable_tokens == 12
     other = text.copy()
     other[5] = 99
-    traffic.came("a", 1, other)
+    traffic.came("a", "1", other)
     assert traffic.counts.reusable_tokens == 16
-    traffic.came("a", 1, text[:4])  # its last token is always computed
+    traffic.came("a", "1", text[:4])  # its last token is always computed
     assert traffic.counts.reusable_tokens == 19
-    assert traffic.counts.prompt_tokens == Counter(a=43, b=13)
+    traffic.came("a", None, text)  # it wants nothing of a cache
+    assert traffic.counts.reusable_tokens == 19
+    assert traffic.counts.prompt_tokens == Counter(a=56, b=13)
+
+
+def test_requests_are_counted_while_they_are_open() -> None:
+    """Whoever waits would be seen when it has waited."""
+    traffic = Traffic(4)
+    traffic.pass_time(1000, Crowd(open=3, waiting=2, held=1))
+    traffic.pass_time(1500, Crowd())
+    traffic.pass_time(9000, Crowd())
+    counts = traffic.counts
+    assert (counts.open_time, counts.waiting_time, counts.held_time) == (1500, 1000, 500)
+
+
+def test_a_moment_that_is_kept_names_the_largest_tenants_only() -> None:
+    """A day of moments would hold every tenant's name a thousand times."""
+    traffic = Traffic(4)
+    for number in range(200):
+        traffic.came(f"t{number}", None, np.zeros(number + 1, np.int32))
+    kept = traffic.counts.copy().prompt_tokens
+    assert len(kept) == 64
+    assert kept["t199"] == 200
 
 
 def test_a_receipt_is_counted_once() -> None:

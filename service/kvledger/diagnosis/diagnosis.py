@@ -34,7 +34,7 @@ class Diagnosis:
             return "Nobody asked for anything: there is nothing to say."
         return (
             f"Nothing is short: a step ran {percent(seen.busy)} of the time, requests waited "
-            f"{percent(seen.of_life(seen.traffic.queued_time))} of theirs, and the pool's "
+            f"{percent(seen.waiting + seen.held)} of theirs, and the pool's "
             f"waterline was {percent(seen.waterline)}."
         )
 
@@ -71,8 +71,8 @@ def changes(now: Observation, before: Observation) -> list[str]:
         ("The waterline is", now.waterline, before.waterline, "of the pool"),
         (
             "Requests wait",
-            now.of_life(now.traffic.queued_time),
-            before.of_life(before.traffic.queued_time),
+            now.waiting + now.held,
+            before.waiting + before.held,
             "of their time",
         ),
     ]

@@ -85,7 +85,7 @@ def pool(seen: Observation) -> Finding | None:
     """A pool that is too small for what runs: work is lost, or requests wait for blocks."""
     traffic = seen.traffic
     lost = traffic.recomputed_tokens / traffic.computed_tokens if traffic.computed_tokens else 0.0
-    waits = seen.of_life(traffic.queued_time)
+    waits = seen.waiting
     running = max(seen.decode.sequences, seen.prefill.sequences)
     blocked = waits > 0.2 and seen.waterline > 0.75 and running < 0.9 * seen.setup.sequences_max
     if lost < 0.02 and not blocked and not (seen.preempted > 3 and seen.waterline > 0.75):
@@ -125,16 +125,17 @@ def flood(seen: Observation) -> Finding | None:
     name, share = largest_share(seen.traffic.prompt_tokens)
     if len(+seen.traffic.prompt_tokens) < 2 or share < 0.7:
         return None
-    others = {tenant: time for tenant, time in seen.traffic.queued.items() if tenant != name}
-    waits = seen.of_life(sum(seen.traffic.queued.values()))
-    if waits < 0.2 or not others:
+    queued = sum(time for tenant, time in seen.traffic.queued.items() if tenant != name)
+    lived = sum(time for tenant, time in seen.traffic.lives.items() if tenant != name)
+    waits = queued / lived if lived else 0.0
+    if waits < 0.2:
         return None
     return Finding(
         "flooding_tenant",
         share,
         f"Tenant {name} sent {percent(share)} of the prompt tokens of "
-        f"{len(+seen.traffic.prompt_tokens)} tenants; requests waited {percent(waits)} of their "
-        f"time.",
+        f"{len(+seen.traffic.prompt_tokens)} tenants; the others' requests waited "
+        f"{percent(waits)} of their time.",
         f"Give {name} running_max, tokens_per_second or kv_max, and the others kv_guaranteed "
         f"(docs/quotas.md).",
         "both",
@@ -142,9 +143,25 @@ def flood(seen: Observation) -> Finding | None:
     )
 
 
+def tenant_limit(seen: Observation) -> Finding | None:
+    """Requests that wait for others of their own tenant to end."""
+    if seen.held < 0.2:
+        return None
+    return Finding(
+        "tenant_limit",
+        seen.held,
+        f"Requests waited {percent(seen.held)} of their time at the door, for others of their own "
+        f"tenant to end; a step ran {percent(seen.busy)} of the time.",
+        "Raise running_max of the tenants that wait (kvledger ledger shows who does), or leave it: "
+        "then it does what it is there for.",
+        "none",
+        "A larger pool, a larger batch, another replica: none lets that tenant run more.",
+    )
+
+
 def batch(seen: Observation) -> Finding | None:
     """Requests that wait for a place in a batch that is kept small."""
-    waits = seen.of_life(seen.traffic.queued_time)
+    waits = seen.waiting
     most = seen.setup.sequences_max
     if waits < 0.2 or seen.decode.sequences < 0.85 * most or seen.waterline > 0.75:
         return None
@@ -198,10 +215,11 @@ def threads(seen: Observation) -> Finding | None:
 
 def small_chunks(seen: Observation) -> Finding | None:
     """Prompts that are computed a few tokens at a time."""
-    prefill = seen.prefill
+    prefill, setup = seen.prefill, seen.setup
     if seen.prefill_share < 0.2 or prefill.steps < STEPS_LEAST or prefill.tokens_per_step > 16:
         return None
-    setup = seen.setup
+    if seen.computed_prompt < 4 * prefill.tokens_per_step:
+        return None  # there was no more of them to compute
     if setup.token_budget <= 32:
         cause, remedy = f"--token-budget {setup.token_budget}", "Raise --token-budget."
     elif seen.mixed_steps > 0.5 * prefill.steps:
@@ -211,16 +229,21 @@ def small_chunks(seen: Observation) -> Finding | None:
             else f"--step-stretch {setup.step_stretch:g}"
         )
         cause, remedy = limit, "Raise it, if tokens may come less evenly."
-    else:
+    elif setup.prefill_step > 0:
         cause, remedy = f"--prefill-step {setup.prefill_step:g}", "Raise --prefill-step."
-    if seen.prompt_lengths[0] <= 16:
+    else:
         return None
     return Finding(
         "chunk_too_small",
         seen.prefill_share,
         f"Prompts were computed {prefill.tokens_per_step:.0f} tokens a step, because of {cause}: "
-        f"each step reads all weights again, and reached {percent(prefill.compute_share)} of the "
-        f"arithmetic that the machine can do.",
+        f"each step reads all weights again"
+        + (
+            f", and reached {percent(prefill.compute_share)} of the arithmetic that the machine "
+            f"can do."
+            if setup.is_measured
+            else "."
+        ),
         remedy,
         "prefill",
         "More memory for KV: prompts wait for steps, not for blocks.",
@@ -240,7 +263,10 @@ def large_chunks(seen: Observation) -> Finding | None:
         f"Steps with prompts took up to {both * 1e3:.0f} ms (99th percentile) where decoding alone "
         f"takes {alone * 1e3:.0f} ms: requests spent {percent(delayed)} of their time in others' "
         f"prompts.",
-        "Lower --step-stretch or set --tpot-target: prompts are computed in smaller chunks.",
+        "Set --tpot-target: prompts are computed in smaller chunks."
+        if seen.setup.step_stretch == 0
+        else "Lower --step-stretch, not to 0, or set --tpot-target: then prompts are computed in "
+        "smaller chunks.",
         "decode",
         "A smaller batch: the gap comes from one prompt, however few decode.",
     )
@@ -252,7 +278,8 @@ def cold_prefix(seen: Observation) -> Finding | None:
         return None
     reusable = seen.traffic.reusable_tokens / seen.prompts
     reused = seen.traffic.reused_tokens / seen.prompts
-    if reusable - reused < 0.3:
+    is_full = seen.waterline + seen.cached > 0.9
+    if reusable - reused < 0.3 or (seen.setup.reuses_prefixes and not is_full):
         return None
     cause = "" if seen.setup.reuses_prefixes else " (--prefix-reuse is off)"
     return Finding(
@@ -274,16 +301,21 @@ def cold_prefix(seen: Observation) -> Finding | None:
 
 def long_prompts(seen: Observation) -> Finding | None:
     """Prompts take most of the time, and are bound by arithmetic."""
-    if seen.busy < 0.7 or seen.prefill_share < 0.6 or seen.prompt_lengths[1] < 256:
+    if seen.busy < 0.7 or seen.prefill_share < 0.6 or seen.computed_prompt < 128:
         return None
     prefill = seen.prefill
     return Finding(
         "long_prompts",
         seen.busy * seen.prefill_share,
-        f"Prompts took {percent(seen.prefill_share)} of the steps' time: half of them had up to "
-        f"{seen.prompt_lengths[0]} tokens, 5 % more than half of {seen.prompt_lengths[1]}. Prefill "
-        f"is bound by {prefill.binds}, at {percent(prefill.compute_share)} of the machine's "
-        f"arithmetic and {percent(prefill.memory_share)} of its memory's speed.",
+        f"Prompts took {percent(seen.prefill_share)} of the steps' time: "
+        f"{seen.computed_prompt:.0f} tokens of each were computed, on average. Prefill is bound by "
+        f"{prefill.binds}"
+        + (
+            f", at {percent(prefill.compute_share)} of the machine's arithmetic and "
+            f"{percent(prefill.memory_share)} of its memory's speed."
+            if seen.setup.is_measured
+            else "."
+        ),
         "Shorter prompts, beginnings that repeat (docs/reuse.md), or another replica.",
         "prefill",
         "A smaller KV format: prompts are bound by arithmetic, and KV is "
@@ -300,10 +332,19 @@ def long_contexts(seen: Observation) -> Finding | None:
         "long_contexts",
         seen.busy * (1 - seen.prefill_share) * decode.kv_share,
         f"Decoding took {percent(1 - seen.prefill_share)} of the steps' time and is bound by "
-        f"{decode.binds} at {percent(max(decode.memory_share, decode.compute_share))} of the peak; "
-        f"KV is {percent(decode.kv_share)} of the bytes "
-        f"({decode.keys / max(1, decode.tokens):.0f} tokens of context for each token). Compute at "
-        f"{percent(decode.compute_share)} is not starvation.",
+        f"{decode.binds}"
+        + (
+            f" at {percent(max(decode.memory_share, decode.compute_share))} of the peak"
+            if seen.setup.is_measured
+            else ""
+        )
+        + f"; KV is {percent(decode.kv_share)} of the bytes "
+        f"({decode.keys / max(1, decode.tokens):.0f} tokens of context for each token)."
+        + (
+            f" Compute at {percent(decode.compute_share)} is not starvation."
+            if seen.setup.is_measured
+            else ""
+        ),
         "A KV format with fewer bytes, shorter contexts, or another replica.",
         "decode",
         "Bigger steps for prompts: they do not make decoding read less.",
@@ -322,7 +363,12 @@ def weights_bound(seen: Observation) -> Finding | None:
         seen.busy * (1 - seen.prefill_share) * 0.5,
         f"Decoding took {percent(1 - seen.prefill_share)} of the steps' time and reads the weights "
         f"for {decode.sequences:.1f} sequences a step ({percent(1 - decode.kv_share)} of its "
-        f"bytes), at {percent(decode.memory_share)} of the memory's speed.",
+        f"bytes)"
+        + (
+            f", at {percent(decode.memory_share)} of the memory's speed."
+            if seen.setup.is_measured
+            else "."
+        ),
         "Let more requests run at a time: each further one costs little until arithmetic binds.",
         "decode",
         "A smaller KV format: keys and values are the small part.",
@@ -333,6 +379,7 @@ _CAUSES: tuple[Rule, ...] = (
     queue_limit,
     pool,
     slow_reader,
+    tenant_limit,
     flood,
     batch,
     sampling,

@@ -33,6 +33,10 @@ class History:
         self._notes += 1
         self._fine.append(counts)
 
+    def served(self, now: Counts) -> float:
+        """Seconds since the first moment."""
+        return (now.at - self._first.at) / _NANOS
+
     def before(self, at: int) -> Counts:
         """The latest kept moment that is not after `at`; the first one if all are."""
         for kept in (self._fine, self._coarse):

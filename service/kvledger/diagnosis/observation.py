@@ -20,7 +20,12 @@ from kvledger.diagnosis.counts import (
     duration_quantile,
 )
 from kvledger.diagnosis.traffic import TrafficCounts, class_quantile
+from kvledger.machine.peaks import MachinePeaks
 from kvledger.planning.floors import StepCosts
+
+# Of a machine that nobody measured: so fast that shares of it are nothing, and ten operations to a
+# byte as processors have, so that what is twice as much work still takes twice as long.
+UNKNOWN = MachinePeaks.given(1e18, 1e19)
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,11 @@ class Setup:
     prefill_step: float
     tpot_target: float | None
     reuses_prefixes: bool
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the machine's peaks are known."""
+        return self.costs.peaks is not UNKNOWN
 
 
 @dataclass(frozen=True)
@@ -135,6 +145,22 @@ class Observation:
     def prompts(self) -> int:
         """Tokens of prompts that came."""
         return sum(self.traffic.prompt_tokens.values())
+
+    @property
+    def waiting(self) -> float:
+        """Of the requests' time, that in which they waited in the core; open ones included."""
+        traffic = self.traffic
+        return traffic.waiting_time / traffic.open_time if traffic.open_time else 0.0
+
+    @property
+    def held(self) -> float:
+        """The same at the door, for others of their own tenant to end."""
+        return self.traffic.held_time / self.traffic.open_time if self.traffic.open_time else 0.0
+
+    @property
+    def computed_prompt(self) -> float:
+        """Tokens of a prompt that were computed, on average."""
+        return self.prefill.tokens / max(1, self.traffic.requests)
 
     def of_life(self, nanoseconds: int) -> float:
         """A time as a share of that from arrival to end, of all requests that ended."""

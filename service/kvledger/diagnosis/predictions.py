@@ -111,6 +111,7 @@ def predict(model: Model, seen: Observation, formats: dict[str, int]) -> list[Pr
     fits = setup.blocks * setup.block_tokens / max(1.0, model.context)
     now = model.decode_step(model.sequences)
     rate = model.prefill_rate(setup.costs, max(1, round(model.prefill_tokens)))
+    half = max(1.0, model.sequences / 2)  # of a step that runs somebody decodes
     return [
         _more_sequences(model, fits, rate),
         _larger_pool(model, fits, now, rate),
@@ -119,8 +120,8 @@ def predict(model: Model, seen: Observation, formats: dict[str, int]) -> list[Pr
         Prediction(
             "one more replica, with half of the traffic each",
             "both",
-            model.decode_step(model.sequences / 2),
-            2 * (model.sequences / 2) / model.decode_step(model.sequences / 2),
+            model.decode_step(half),
+            2 * half / model.decode_step(half) if model.sequences >= 2 else None,
             2 * rate if rate is not None else None,
             round(2 * fits),
         ),

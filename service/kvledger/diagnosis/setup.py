@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from kvledger import _core
-from kvledger.diagnosis.observation import Setup
+from kvledger.diagnosis.observation import UNKNOWN, Setup
 from kvledger.machine.peaks import MachinePeaks
 from kvledger.planning.floors import StepCosts
 from kvledger.served_model import ServedModel
 from kvledger.settings import Settings
 
-# Of a machine that nobody measured: so fast that shares of it are nothing, and ten operations to a
-# byte as processors have, so that what is twice as much work still takes twice as long.
-UNKNOWN = MachinePeaks.given(1e18, 1e19)
-
 
 def setup_of(settings: Settings, model: ServedModel, peaks: MachinePeaks | None) -> Setup:
-    """`peaks` are None where nobody measured the machine."""
+    """`peaks` are None where nobody measured the machine.
+
+    What was measured beside other programs is too little, and no measure.
+    """
+    if peaks is None or peaks.is_disturbed:
+        peaks = UNKNOWN
     return Setup(
-        costs=StepCosts(**vars(model.work), peaks=peaks if peaks is not None else UNKNOWN),
+        costs=StepCosts(**vars(model.work), peaks=peaks),
         threads=settings.kernel_threads,
-        processors=len(os.sched_getaffinity(0)),
+        # A GPU's steps do not take more processors.
+        processors=processors() if settings.device == "cpu" else settings.kernel_threads,
         token_budget=settings.token_budget,
         sequences_max=settings.sequences_max,
         blocks=model.pool.blocks,
@@ -31,6 +34,17 @@ def setup_of(settings: Settings, model: ServedModel, peaks: MachinePeaks | None)
         tpot_target=settings.tpot_target,
         reuses_prefixes=settings.reuses_prefixes,
     )
+
+
+def processors(limit: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """Processors that this process may keep busy: those it may run on, and as the container's limit
+    allows."""
+    most = len(os.sched_getaffinity(0))
+    try:
+        quota, period = limit.read_text().split()
+        return most if quota == "max" else max(1, min(most, int(quota) // int(period)))
+    except (OSError, ValueError):
+        return most
 
 
 def kv_formats(model: ServedModel) -> dict[str, int]:

@@ -11,6 +11,7 @@ import secrets
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,9 @@ from kvledger.streams import Receipt
 CLASSES = 24
 # Blocks whose beginnings are remembered: twice as many at most, in two generations.
 _REMEMBERED = 1 << 17
+# Tenants that are counted apart, and how many of them, those with most, a copy keeps.
+_TENANTS = 4096
+_TENANTS_KEPT = 64
 
 
 def class_of(length: int) -> int:
@@ -46,6 +50,7 @@ class TrafficCounts:
     refused: Counter[str] = field(default_factory=Counter)  # by reason
     prompt_tokens: Counter[str] = field(default_factory=Counter)  # by tenant
     queued: Counter[str] = field(default_factory=Counter)  # by tenant
+    lives: Counter[str] = field(default_factory=Counter)  # by tenant, from arrival to end
     prompts: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(CLASSES, np.int64))
     outputs: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(CLASSES, np.int64))
     output_tokens: int = 0
@@ -59,21 +64,35 @@ class TrafficCounts:
     paused_time: int = 0
     life_time: int = 0
     delayed_time: int = 0
+    # Requests times the time that they were open; of that waited in the core, and at the door for
+    # others of their own tenant to end. Whoever has not ended is in it too.
+    open_time: int = 0
+    waiting_time: int = 0
+    held_time: int = 0
 
     def copy(self) -> TrafficCounts:
-        """As it is now."""
-        values = dict(vars(self))
-        return TrafficCounts(
-            **{
-                name: value.copy() if hasattr(value, "copy") else value
-                for name, value in values.items()
-            }
-        )
+        """As it is now; of tenants those with most."""
+
+        def copied(value: Any) -> Any:
+            if isinstance(value, Counter) and len(value) > _TENANTS_KEPT:
+                return Counter(dict(value.most_common(_TENANTS_KEPT)))
+            return value.copy() if hasattr(value, "copy") else value
+
+        return TrafficCounts(**{name: copied(value) for name, value in vars(self).items()})
 
     def since(self, before: TrafficCounts) -> TrafficCounts:
         """What came after `before`."""
         now, then = vars(self), vars(before)
         return TrafficCounts(**{name: now[name] - then[name] for name in now})
+
+
+@dataclass(frozen=True)
+class Crowd:
+    """Requests that are here now: open ones, and of these who waits in the core or at the door."""
+
+    open: int = 0
+    waiting: int = 0
+    held: int = 0
 
 
 class Traffic:
@@ -83,18 +102,35 @@ class Traffic:
         """`block_tokens` is how many tokens a prompt must share to reuse anything."""
         self.counts = TrafficCounts()
         self._block_tokens = block_tokens
+        self._crowd = Crowd()
+        self._seen_at: int | None = None
         # Digests are compared with nothing but each other; nobody can choose texts that collide.
         self._key = secrets.token_bytes(16)
         self._seen: set[int] = set()
         self._seen_before: set[int] = set()
 
-    def came(self, tenant: str, scope: int, prompt: npt.NDArray[np.int32]) -> None:
-        """A request entered; `scope` is whose cached blocks it could begin with."""
+    def pass_time(self, now: int, crowd: Crowd) -> None:
+        """The requests that were here until `now`, nanoseconds, and those that are from then on."""
+        if self._seen_at is not None:
+            passed, counts = max(0, now - self._seen_at), self.counts
+            counts.open_time += passed * self._crowd.open
+            counts.waiting_time += passed * self._crowd.waiting
+            counts.held_time += passed * self._crowd.held
+        self._seen_at, self._crowd = now, crowd
+
+    def came(self, tenant: str, scope: str | None, prompt: npt.NDArray[np.int32]) -> None:
+        """A request entered; `scope` names whose cached blocks it could begin with, if any."""
         counts = self.counts
         counts.requests += 1
         counts.prompts[class_of(len(prompt))] += 1
         counts.prompt_tokens[tenant] += len(prompt)
-        counts.reusable_tokens += self._reusable(scope, prompt)
+        if scope is not None:
+            counts.reusable_tokens += self._reusable(scope, prompt)
+        if len(counts.prompt_tokens) > 2 * _TENANTS:
+            for by_tenant in (counts.prompt_tokens, counts.queued, counts.lives):
+                kept = dict(by_tenant.most_common(_TENANTS))
+                by_tenant.clear()
+                by_tenant.update(kept)
 
     def refused(self, reason: str) -> None:
         """A request did not enter."""
@@ -108,15 +144,17 @@ class Traffic:
         counts.output_tokens += receipt.output_tokens
         counts.computed_tokens += receipt.computed_tokens
         counts.recomputed_tokens += receipt.recomputed_tokens
-        counts.reused_tokens += receipt.reused_own + receipt.reused_shared
+        counts.reused_tokens += receipt.cached_prompt_tokens
         counts.queued_time += receipt.queued
         counts.queued[tenant] += receipt.queued
         counts.requeued_time += receipt.requeued
         counts.paused_time += receipt.paused
         counts.delayed_time += receipt.prefill_delayed + receipt.decode_delayed
-        counts.life_time += receipt.queued + receipt.prefill + receipt.decode + receipt.paused
+        life = receipt.queued + receipt.prefill + receipt.decode + receipt.paused
+        counts.life_time += life
+        counts.lives[tenant] += life
 
-    def _reusable(self, scope: int, prompt: npt.NDArray[np.int32]) -> int:
+    def _reusable(self, scope: str, prompt: npt.NDArray[np.int32]) -> int:
         """Tokens of a prompt's beginning that came before in the same scope."""
         known = True
         blocks = 0
@@ -130,10 +168,10 @@ class Traffic:
             self._seen, self._seen_before = set(), self._seen
         return min(blocks * self._block_tokens, max(0, len(prompt) - 1))
 
-    def _digests(self, scope: int, prompt: npt.NDArray[np.int32]) -> Iterator[int]:
+    def _digests(self, scope: str, prompt: npt.NDArray[np.int32]) -> Iterator[int]:
         """One for the prompt up to the end of each of its blocks."""
         size = self._block_tokens
-        chain = hashlib.blake2b(scope.to_bytes(8, "little"), digest_size=8, key=self._key)
+        chain = hashlib.blake2b(f"{scope}\n".encode(), digest_size=8, key=self._key)
         content = np.ascontiguousarray(prompt, dtype=np.int32)
         for first in range(0, len(content) - size + 1, size):
             chain.update(content[first : first + size].tobytes())

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import grpc
+import structlog
 from google.protobuf import duration_pb2
 
 from kvledger.books.lines import EndedRequest
@@ -19,8 +20,7 @@ from kvledger.diagnosis.diagnosis import Diagnosis, changes, diagnose
 from kvledger.diagnosis.findings import percent
 from kvledger.diagnosis.history import GRAIN, History
 from kvledger.diagnosis.observation import PhaseFigures, Setup
-from kvledger.diagnosis.setup import UNKNOWN
-from kvledger.diagnosis.traffic import Traffic
+from kvledger.diagnosis.traffic import Crowd, Traffic
 from kvledger.engine import Engine
 from kvledger.errors import BooksUnavailable, FieldViolation, InvalidRequest, RequestUnknown
 from kvledger.rpc.calls import this_call
@@ -29,13 +29,13 @@ from kvledger.rpc.translation import duration
 from kvledger.tenants.roles import Role
 from kvledger.v1 import diagnosis_pb2, diagnosis_pb2_grpc
 
+_log = structlog.get_logger(__name__)
+
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 _INTERVAL = 60.0
 _INTERVAL_MOST = 86_400.0
 _NANOS = 1_000_000_000
-# What clients are told of waits: rounded up to powers of two of this, in nanoseconds.
-_ROUNDED = 100_000_000
 
 
 class DiagnosisServicer(diagnosis_pb2_grpc.DiagnosisServiceServicer):
@@ -49,8 +49,11 @@ class DiagnosisServicer(diagnosis_pb2_grpc.DiagnosisServiceServicer):
         reader: BooksReader,
         recent: RecentRequests,
         formats: Mapping[str, int],
+        crowd: Callable[[], Crowd],
     ) -> None:
-        """`formats` are bytes of a token by the KV formats that the build has."""
+        """`formats` are bytes of a token by the KV formats that the build has; `crowd` is who is
+        here now."""
+        self._crowd = crowd
         self._setup = setup
         self._engine = engine
         self._traffic = traffic
@@ -67,6 +70,8 @@ class DiagnosisServicer(diagnosis_pb2_grpc.DiagnosisServiceServicer):
                 self._history.note(self._counts(await self._reader.read()))
             except BooksUnavailable:
                 continue  # the engine's end is told elsewhere
+            except Exception:
+                _log.exception("counts_not_kept")
 
     async def Diagnose(  # noqa: N802  # the contract's name
         self, request: diagnosis_pb2.DiagnoseRequest, context: _Context
@@ -80,7 +85,11 @@ class DiagnosisServicer(diagnosis_pb2_grpc.DiagnosisServiceServicer):
             diagnosis = self._diagnose(now, seconds)
             response = diagnosis_pb2.DiagnoseResponse()
             self._fill(response.now, diagnosis)
-            if asked:
+            if asked and (served := self._history.served(now)) <= ago:
+                response.changes.append(
+                    f"Nothing is kept of {ago:.0f} s ago: the server began {served:.0f} s ago."
+                )
+            elif asked:
                 before = self._diagnose(now, seconds, ago)
                 self._fill(response.before, before)
                 response.changes.extend(changes(diagnosis.seen, before.seen))
@@ -100,7 +109,7 @@ class DiagnosisServicer(diagnosis_pb2_grpc.DiagnosisServiceServicer):
             ended = self._recent.find(request.request_id, own)
             if ended is None:
                 raise RequestUnknown
-            return _explained(ended, rounded=is_client)
+            return _explained(ended, for_client=is_client)
         except Exception as error:
             await abort(context, error)
 
@@ -113,8 +122,10 @@ class DiagnosisServicer(diagnosis_pb2_grpc.DiagnosisServiceServicer):
             if snapshot is not None
             else dict.fromkeys(("free", "reserved", "held", "cached", "releasing"), 0)
         )
+        now = time.monotonic_ns()
+        self._traffic.pass_time(now, self._crowd())
         return Counts.now(
-            time.monotonic_ns(),
+            now,
             self._engine.step_books,
             EngineCounts(*self._engine.step_times),
             PoolCounts(**times),
@@ -139,7 +150,7 @@ class DiagnosisServicer(diagnosis_pb2_grpc.DiagnosisServiceServicer):
         if seen.forecast_error is not None:
             message.forecast_error = seen.forecast_error
         peaks = seen.setup.costs.peaks
-        if peaks is not UNKNOWN:
+        if seen.setup.is_measured:
             message.peaks.bytes_per_second = peaks.read_bytes_per_second
             message.peaks.operations_per_second = peaks.operations("f32")
 
@@ -170,7 +181,8 @@ def _fill_traffic(message: diagnosis_pb2.Traffic, diagnosis: Diagnosis) -> None:
     if seen.prompts:
         message.reused = traffic.reused_tokens / seen.prompts
         message.reusable = traffic.reusable_tokens / seen.prompts
-    message.waiting = seen.of_life(traffic.queued_time)
+    message.waiting = seen.waiting
+    message.held = seen.held
     message.stalled = seen.of_life(traffic.paused_time)
     message.delayed = seen.of_life(traffic.delayed_time)
     message.prompt_tokens.update(+traffic.prompt_tokens)
@@ -187,7 +199,7 @@ def _seconds(asked: duration_pb2.Duration, field: str, default: float) -> float:
     return seconds
 
 
-def _explained(ended: EndedRequest, *, rounded: bool) -> diagnosis_pb2.ExplainResponse:
+def _explained(ended: EndedRequest, *, for_client: bool) -> diagnosis_pb2.ExplainResponse:
     receipt = ended.receipt
     assert receipt is not None
     delayed = receipt.prefill_delayed + receipt.decode_delayed
@@ -199,13 +211,13 @@ def _explained(ended: EndedRequest, *, rounded: bool) -> diagnosis_pb2.ExplainRe
         "delayed": delayed,
         "stalled": receipt.paused,
     }
-    if rounded:
-        for name in ("queued", "preempted", "delayed"):
-            parts[name] = round_up(parts[name])
+    if for_client:
+        # What others' prompts took is not its to know; the rest stands in its receipt.
+        parts.update(prefill=receipt.prefill, decode=receipt.decode, delayed=0)
     total = sum(parts.values())
     response = diagnosis_pb2.ExplainResponse(
         request_id=ended.request_id,
-        tenant="" if rounded else ended.tenant,
+        tenant="" if for_client else ended.tenant,
         total=duration(total),
         summary=_summary(parts, total),
         prompt_tokens=receipt.prompt_tokens,
@@ -233,13 +245,3 @@ def _summary(parts: Mapping[str, int], total: int) -> str:
         return "It took no time."
     name = max(parts, key=lambda each: parts[each])
     return f"{percent(parts[name] / total)} of its {total / 1e9:.3g} s went into {_WORDS[name]}."
-
-
-def round_up(nanoseconds: int) -> int:
-    """A wait as clients are told it: the next power of two of 100 ms; 0 stays 0."""
-    if nanoseconds <= 0:
-        return 0
-    rounded = _ROUNDED
-    while rounded < nanoseconds:
-        rounded *= 2
-    return rounded

@@ -17,7 +17,6 @@ from server_harness import connection, refusal_of
 from tenants_harness import bearer
 
 from kvledger.cli import main
-from kvledger.rpc.diagnosis import round_up
 from kvledger.v1 import diagnosis_pb2 as pb
 from kvledger.v1 import diagnosis_pb2_grpc
 
@@ -112,9 +111,18 @@ async def test_a_pool_that_is_too_small_is_found_in_a_real_server(clinic: Clinic
 
 async def test_an_interval_is_held_against_an_earlier_one(clinic: Clinic) -> None:
     """Nobody could tell what changed since yesterday."""
-    response = await clinic.diagnosis(against=duration_pb2.Duration(seconds=30))
+    await asyncio.sleep(0.1)
+    response = await clinic.diagnosis(against=duration_pb2.Duration(nanos=50_000_000))
     assert response.HasField("before")
     assert list(response.changes) == ["Nothing that is counted differs by a quarter."]
+
+
+async def test_what_was_before_the_start_is_not_made_up(clinic: Clinic) -> None:
+    """A young server would be held against a day without traffic."""
+    response = await clinic.diagnosis(against=duration_pb2.Duration(seconds=86_400))
+    assert not response.HasField("before")
+    (said,) = response.changes
+    assert said.startswith("Nothing is kept of 86400 s ago: the server began ")
 
 
 @pytest.mark.parametrize("field", ["interval", "against"])
@@ -148,9 +156,12 @@ async def test_a_client_hears_of_its_own_requests_only(clinic: Clinic) -> None:
     request_id = answer.accepted.request_id
     own = await clinic.explained("acme", request_id)
     assert own.tenant == ""
-    for name in ("queued", "preempted", "delayed"):
-        nanoseconds = getattr(own, name).ToNanoseconds()
-        assert nanoseconds == round_up(nanoseconds)
+    assert own.delayed.ToNanoseconds() == 0, "what others take is not told"
+    receipt = answer.finished.receipt
+    assert own.prefill == receipt.prefill_time
+    assert own.decode == receipt.decode_time
+    exact = await clinic.explained("ops", request_id)
+    assert own.total == exact.total
     refusals = [
         await refusal_of(clinic.explained("globex", asked))
         for asked in (request_id, "0" * 32, "", "x" * 5000)
@@ -180,15 +191,6 @@ async def test_clients_get_no_diagnosis(clinic: Clinic) -> None:
     call = clinic.their.server.channel.unary_unary("/kvledger.v1.DiagnosisService/Diagnose")
     refusal = await refusal_of(call(b"", metadata=clinic.shown("acme"), timeout=PATIENCE))
     assert refusal.code == grpc.StatusCode.UNIMPLEMENTED
-
-
-@pytest.mark.parametrize(
-    ("nanoseconds", "told"),
-    [(0, 0), (1, 100), (100_000_000, 100), (100_000_001, 200), (1_700_000_000, 3200)],
-)
-def test_waits_are_rounded_for_clients(nanoseconds: int, told: int) -> None:
-    """Exact waits tell what others do."""
-    assert round_up(nanoseconds) == told * 1_000_000
 
 
 async def test_the_commands_print_it(
