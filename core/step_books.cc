@@ -73,7 +73,9 @@ void StepBooks::observe(const StepWork& work, std::int64_t decoding, std::int64_
     add(phase.tokens, work.decode_tokens);
     add(phase.keys, work.decode_keys);
     add(phase.sequences, decoding);
-    add_step(batches_[batch_of(decoding)], elapsed, work.decode_tokens);
+    if (work.prefill_tokens == 0) {
+      add_step(batches_[batch_of(decoding)], elapsed, work.decode_tokens);
+    }
   }
   if (work.prefill_tokens > 0) {
     PhaseCounts& phase = phases_[kPrefill];

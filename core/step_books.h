@@ -8,7 +8,8 @@
 //   phases     steps that had it, nanoseconds, tokens, keys read by them, sequences; the
 //              nanoseconds of both phases add up to those of all steps
 //   mixtures   steps of decoding alone, of prompts alone, of both: nanoseconds, durations
-//   batches    steps that decode, by how many sequences do: nanoseconds, tokens, durations
+//   batches    steps of decoding alone, by how many sequences do: nanoseconds, tokens, durations;
+//              what a step with prompts took says nothing of its batch
 //   forecast   what steps were expected to take, what they took, and how far off it was
 //   preempted  sequences that lost their blocks, by the reason
 //

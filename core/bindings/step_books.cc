@@ -84,7 +84,8 @@ void bind_step_books(py::module_& module) {
             return steps_of<StepBooks::kBatches>(
                 [&](std::size_t i) -> const auto& { return books.batch(i); });
           },
-          "int64 [1, 2, 3 to 4, ... sequences][steps, nanoseconds, tokens, durations...]")
+          "int64 [1, 2, 3 to 4, ... sequences][steps, nanoseconds, tokens, durations...], of steps "
+          "that only decode")
       .def_property_readonly(
           "forecast",
           [](const StepBooks& books) {

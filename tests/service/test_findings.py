@@ -88,7 +88,6 @@ class Interval:
         self._add(0, steps, sequences, sequences * 200, sequences, decode)
         self._add(1, steps, tokens, tokens * 200, 1, seconds - decode)
         self._step(self.mixtures[2], steps, sequences + tokens, seconds)
-        self._step(self.batches[(sequences - 1).bit_length()], steps, sequences, seconds)
         return self
 
     def asks(self, requests: int, prompt: int, output: int, tenant: str = "a") -> Interval:

@@ -48,6 +48,12 @@ class Books:
         for row in (self.mixtures[0], self.batches[place]):
             self._last(row, nanoseconds, decode)
 
+    def both(self, nanoseconds: int, decode: int, tokens: int) -> None:
+        """One that decodes so many sequences and computes a chunk; half of its time for each."""
+        self._count(self.phases[0], nanoseconds // 2, decode, decode, decode)
+        self._count(self.phases[1], nanoseconds // 2, tokens, tokens, 1)
+        self._last(self.mixtures[2], nanoseconds, decode + tokens)
+
     def prompt(self, nanoseconds: int, tokens: int, keys: int, mixture: int = 1) -> None:
         """A step that computes one chunk of a prompt; with mixture 2 as its part of both."""
         self._count(self.phases[1], nanoseconds, tokens, keys, 1)
@@ -166,6 +172,39 @@ def test_tokens_are_in_time_if_their_step_was() -> None:
     assert steps.value("tokens_in_time_total") == 8
     assert steps.value("token_gap_seconds_count") == 11
     assert steps.value("token_gap_seconds_sum") == pytest.approx(10 * target + 1.0, rel=1e-3)
+
+
+def test_tokens_that_wait_for_prompts_have_their_gap() -> None:
+    """The gaps that callers notice most, those with a prompt in them, would be in no chart."""
+    steps = Steps(target=0.05)
+    steps.books.step(10**7, decode=4)
+    steps.books.both(10**9, decode=4, tokens=512)
+    steps.books.both(10**9, decode=2, tokens=512)
+    assert steps.value("token_gap_seconds_count") == 10
+    assert steps.value("token_gap_seconds_sum") == pytest.approx(4 * 0.01 + 6.0)
+    assert steps.value("tokens_in_time_total") == 4
+    steps.books.both(10**9, decode=3, tokens=512)
+    assert steps.value("token_gap_seconds_count") == 13
+    assert steps.value("tokens_in_time_total") == 4
+    # What they took says nothing of their batch.
+    assert steps.value("decode_step_duration_seconds_count", batch="3-4") == 1
+    assert steps.value("decode_batch_tokens_total", batch="3-4") == 4
+
+
+def test_a_step_that_ends_between_two_counts_is_counted_once() -> None:
+    """Gaps would go down, or be there twice, when a step ends while somebody looks."""
+    steps = Steps()
+    steps.books.both(10**7, decode=4, tokens=8)
+    assert steps.value("token_gap_seconds_count") == 4
+    late = Books()
+    late.step(10**7, decode=2)
+    steps.books.batches += late.batches  # seen after its phase was looked at
+    steps.books.both(10**7, decode=1, tokens=8)
+    assert steps.value("token_gap_seconds_count") == 6
+    steps.books.phases += late.phases
+    steps.books.mixtures += late.mixtures
+    steps.books.both(10**7, decode=1, tokens=8)
+    assert steps.value("token_gap_seconds_count") == 8
 
 
 def test_a_target_that_is_a_buckets_bound_stays_as_it_is() -> None:

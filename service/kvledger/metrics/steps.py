@@ -30,7 +30,7 @@ MIXTURES = ("decode", "prefill", "both")
 PREEMPTED = ("for_another", "for_itself", "paused")
 _DECODE, _PREFILL = 0, 1
 _PREFILL_ONLY, _BOTH = 1, 2
-# Columns of phases.
+# Columns of phases; mixtures and batches have the first three.
 _STEPS, _NANOSECONDS, _TOKENS, _KEYS, _SEQUENCES = range(5)
 # The first column of durations in rows of mixtures and batches.
 _DURATIONS = 3
@@ -113,6 +113,8 @@ class StepMetrics(Collector):
         # Output tokens of decode steps, by the bucket of the step's duration, and their time.
         self._gaps = np.zeros(len(_BOUNDS) + 1)
         self._gap_seconds = 0.0
+        # Output tokens of steps with prompts too that are not in the gaps yet.
+        self._beside_prompts = 0
         # Only whole buckets can be counted.
         self._buckets_in_time = int(np.searchsorted(_BOUNDS, gap_target, side="right"))
 
@@ -166,12 +168,24 @@ class StepMetrics(Collector):
                 chunk = max(1.0, tokens / max(1, int(passed.phases[_PREFILL, _SEQUENCES])))
                 read = int(passed.phases[_PREFILL, _KEYS]) / chunk
                 self._prefill_kv_bytes += read * self._work.kv_token_bytes
-            for steps, nanoseconds, tokens, *durations in passed.batches.tolist():
-                if steps > 0:
-                    # Batches of one class differ by less than two times.
-                    self._gaps += np.array(durations) * (tokens / steps)
-                    self._gap_seconds += nanoseconds / 1e9 * (tokens / steps)
+            for row in passed.batches:
+                # Batches of one class differ by less than two times.
+                self._add_gaps(row, int(row[_TOKENS]))
+            # Steps with prompts have no class: theirs are the tokens that no class has.
+            self._beside_prompts += int(
+                passed.phases[_DECODE, _TOKENS] - passed.batches[:, _TOKENS].sum()
+            )
+            if self._beside_prompts > 0 and passed.mixtures[_BOTH, _STEPS] > 0:
+                self._add_gaps(passed.mixtures[_BOTH], self._beside_prompts)
+                self._beside_prompts = 0
             return now.since(self._start)
+
+    def _add_gaps(self, row: Counts64, tokens: int) -> None:
+        """Adds the gaps of steps that made so many tokens, as if each made as many."""
+        steps = int(row[_STEPS])
+        if steps > 0:
+            self._gaps += row[_DURATIONS:] * (tokens / steps)
+            self._gap_seconds += int(row[_NANOSECONDS]) / 1e9 * (tokens / steps)
 
     def _of_phases(self, counts: StepCounts) -> Iterator[Metric]:
         for name, column, unit, meaning in _OF_PHASES:
@@ -224,14 +238,14 @@ class StepMetrics(Collector):
         batches = list(zip(self._classes, counts.batches, strict=False))
         yield histogram(
             "kvledger_decode_step_duration_seconds",
-            "Time of steps that decode, by how many sequences do.",
+            "Time of steps that only decode, by how many sequences do.",
             ["batch"],
             OCTAVES,
             {(batch,): (by_octave(row[_DURATIONS:]), int(row[1]) / 1e9) for batch, row in batches},
         )
         yield counter(
             "kvledger_decode_batch_tokens",
-            "Tokens of steps that decode, by how many sequences do.",
+            "Tokens of steps that only decode, by how many sequences do.",
             ["batch"],
             {(batch,): int(row[2]) for batch, row in batches},
         )
