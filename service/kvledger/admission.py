@@ -183,9 +183,14 @@ class Admission:
         return self._quotas.all()
 
     @property
-    def queued_tokens(self) -> int:
-        """Prompt tokens of requests that wait, at the door or in the core; any thread may ask."""
-        return self._quotas.usage.counts.queued_tokens
+    def waiting_tokens(self) -> int:
+        """Prompt tokens of requests that wait in the core; any thread may ask."""
+        return self._quotas.usage.counts.waiting_tokens
+
+    @property
+    def held_tokens(self) -> int:
+        """Of those that wait at the door for others of their tenant; any thread may ask."""
+        return self._quotas.usage.counts.held_tokens
 
     @property
     def crowd(self) -> tuple[int, int, int]:

@@ -61,6 +61,24 @@ def test_who_waits_at_the_door_counts_as_waiting() -> None:
     assert door.reached(1, 10).limit == "queued_max"
 
 
+def test_who_is_held_back_by_its_own_limit_waits_for_no_machine() -> None:
+    """One tenant at its limit would call for replicas for everybody, and page the operator."""
+    door = Door()
+    door.limit(t1={"running_max": 1}, t2={})
+    first, held, other = door.enter(1, 10), door.enter(1, 40), door.enter(2, 7)
+
+    def tokens() -> tuple[int, int]:
+        return door.admission.held_tokens, door.admission.waiting_tokens
+
+    assert tokens() == (40, 17)
+    door.admit(first, other)
+    assert tokens() == (40, 0)
+    door.finish(first)
+    assert tokens() == (0, 40), "it waits in the core now"
+    door.admit(held)
+    assert tokens() == (0, 0)
+
+
 def test_who_is_cancelled_at_the_door_has_a_receipt_at_once(
     door_clock: Clock, door_log: CapturingLogger
 ) -> None:

@@ -247,7 +247,15 @@ def test_load_counts_what_cannot_be_had_and_what_is_not_cached() -> None:
     computed.note(400, 300)
     blocks = {"free": 1, "reserved": 2, "held": 4, "cached": 8, "releasing": 16}
     load = LoadMetrics(
-        LoadSources(lambda: blocks, lambda: 2000, int, int, lambda: (5, 3, 1), lambda: (5, 4, 1)),
+        LoadSources(
+            lambda: blocks,
+            lambda: 2000,
+            lambda: 70_000,
+            int,
+            int,
+            lambda: (5, 3, 1),
+            lambda: (5, 4, 1),
+        ),
         PoolShape(31, 100, 32),
         PrefillSpeed(books.copy),  # type: ignore[arg-type]
         computed,
@@ -257,7 +265,8 @@ def test_load_counts_what_cannot_be_had_and_what_is_not_cached() -> None:
     assert load.waterline() == 22 / 31
     told = {family.name: family.samples[0].value for family in load.collect() if family.samples}
     assert told["kvledger_queued_prompt_tokens"] == 2000
-    assert told["kvledger_queued_uncached_tokens"] == 500
+    assert told["kvledger_held_prompt_tokens"] == 70_000
+    assert told["kvledger_queued_uncached_tokens"] == 500, "more replicas help who is held"
     assert told["kvledger_predicted_wait_seconds"] == 1.0
     assert told["kvledger_kv_pool_bytes"] == 3100
     assert "kvledger_machine_read_bytes_per_second" not in told, "nobody measured it"

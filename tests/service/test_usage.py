@@ -181,6 +181,7 @@ class Model:
                 assert counts[phase] == len(self.of(tenant, state))
             queued = self.of(tenant, "held", "waiting")
             assert counts.queued_tokens == sum(known.tokens for known in queued)
+            assert counts.held_tokens == sum(known.tokens for known in self.of(tenant, "held"))
         streams = self.door.admission.streams
         assert streams.waiting_count == len(self.of(None, "held", "waiting"))
         assert streams.leaving_count == len(self.of(None, "leaving"))

@@ -50,7 +50,8 @@ class LoadSources:
     """Where the numbers of this moment come from; any thread may ask."""
 
     blocks: Callable[[], Mapping[str, int]]
-    queued_tokens: Callable[[], int]
+    waiting_tokens: Callable[[], int]  # of prompts in the core
+    held_tokens: Callable[[], int]  # of prompts at the door, held there by limits of tenants
     requests_running: Callable[[], int]
     sequences_running: Callable[[], int]
     compute_totals: Callable[[], tuple[int, int, int]]
@@ -119,7 +120,8 @@ class LoadMetrics(Collector):
         ]
 
     def _of_queue(self) -> Iterable[Metric]:
-        queued = self.sources.queued_tokens()
+        # What is held would not run on a larger server either: no reason for more replicas.
+        queued = self.sources.waiting_tokens()
         uncached = queued * self._computed.share
         speed = self._speed.tokens_per_second()
         wait: dict[tuple[str, ...], float] = {}
@@ -142,9 +144,15 @@ class LoadMetrics(Collector):
             ),
             gauge(
                 "kvledger_queued_prompt_tokens",
-                "Tokens of prompts of requests that wait to run for the first time.",
+                "Tokens of prompts of requests that wait in the core to run for the first time.",
                 [],
                 {(): queued},
+            ),
+            gauge(
+                "kvledger_held_prompt_tokens",
+                "Tokens of prompts of requests that wait for others of their tenant to end.",
+                [],
+                {(): self.sources.held_tokens()},
             ),
             gauge(
                 "kvledger_queued_uncached_tokens",

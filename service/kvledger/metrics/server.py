@@ -69,7 +69,8 @@ class WorkMetrics:
         load = LoadMetrics(
             LoadSources(
                 blocks=lambda: engine.blocks,
-                queued_tokens=lambda: admission.queued_tokens,
+                waiting_tokens=lambda: admission.waiting_tokens,
+                held_tokens=lambda: admission.held_tokens,
                 requests_running=lambda: streams.running_count,
                 sequences_running=lambda: engine.sequences_running,
                 compute_totals=lambda: engine.compute_totals,

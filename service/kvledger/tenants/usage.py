@@ -34,7 +34,8 @@ class Counts:
 
     def __init__(self) -> None:
         self._requests = [0] * len(Phase)
-        self.queued_tokens = 0
+        self.held_tokens = 0
+        self.waiting_tokens = 0
 
     def __getitem__(self, phase: Phase) -> int:
         """Requests in a phase."""
@@ -44,6 +45,11 @@ class Counts:
     def queued(self) -> int:
         """Requests that wait, at the door or in the core."""
         return sum(self._requests[phase] for phase in _QUEUED)
+
+    @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens of requests that wait, at the door or in the core."""
+        return self.held_tokens + self.waiting_tokens
 
     @property
     def in_core(self) -> int:
@@ -60,8 +66,10 @@ class Counts:
         if phase is None:
             return
         self._requests[phase] += sign
-        if phase in _QUEUED:
-            self.queued_tokens += sign * tokens
+        if phase == Phase.HELD:
+            self.held_tokens += sign * tokens
+        elif phase == Phase.WAITING:
+            self.waiting_tokens += sign * tokens
 
 
 @dataclass(eq=False)
