@@ -200,6 +200,33 @@ def test_the_dashboard_has_no_overlaps_and_says_what_it_shows() -> None:
         assert panel["type"] == "row" or panel["description"], panel["title"]
 
 
+def test_shares_of_time_are_of_one_server() -> None:
+    """Two servers that are half idle would look as busy as they can be."""
+    shares = [
+        (panel["title"], target["expr"])
+        for panel in panels()
+        if panel["fieldConfig"]["defaults"].get("unit") == "percentunit"
+        for target in panel["targets"]
+        if "_seconds_total" in target["expr"] and " / " not in target["expr"]
+    ]
+    assert [title for title, _ in shares] == ["Time of steps"]
+    for title, asked in shares:
+        assert asked.startswith("avg by"), title
+
+
+def test_charts_of_ended_requests_say_so() -> None:
+    """All of an hour-long request at its end would be taken for what it holds at this moment."""
+    charts = [
+        panel
+        for panel in panels()
+        if re.search(r"kvledger_tenant_(block|compute)_seconds", panel["targets"][0]["expr"])
+    ]
+    assert len(charts) == 2
+    for panel in charts:
+        assert "ended requests" in panel["title"]
+        assert "at its end" in panel["description"], panel["title"]
+
+
 def test_alerts_say_what_is_wrong_and_how_bad() -> None:
     """Whoever is woken would not know why."""
     assert len({rule["alert"] for rule in alerts()}) == len(alerts()) >= 10
