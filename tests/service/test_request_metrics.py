@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
+from prometheus_client.core import Metric
 from server_harness import serving
 from test_metrics import scraped
 from test_prefix_metrics import receipt
@@ -14,6 +17,7 @@ from test_prefix_metrics import receipt
 from kvledger.engine import EndReason
 from kvledger.metrics import Metrics
 from kvledger.metrics.clock import BooksClock
+from kvledger.metrics.families import counter
 from kvledger.metrics.load import ComputedShare
 from kvledger.metrics.requests import RequestMetrics
 from kvledger.metrics.tenants import OTHER, TenantMetrics
@@ -144,6 +148,30 @@ def test_what_is_remembered_of_tenants_is_bounded() -> None:
         counted.end(f"tenant{index}", compute=index)
     assert len(counted.tenants._tenants) <= 201
     assert "tenant999" in counted.compute(), "who uses most was forgotten"
+
+
+def test_requests_end_while_an_answer_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With thousands of tenants all streams would stand still at each scrape."""
+    counted = Counted()
+    counted.end(output_tokens=3)
+    ended: list[bool] = []
+
+    def slowly(*family: Any) -> Metric:
+        thread = threading.Thread(target=counted.end)
+        thread.start()
+        thread.join(timeout=2)
+        ended.append(not thread.is_alive())
+        return counter(*family)
+
+    monkeypatch.setattr("kvledger.metrics.tenants.counter", slowly)
+    families = list(counted.tenants.collect())
+    monkeypatch.undo()
+    assert ended
+    assert all(ended), "a request waited for the answer"
+    (requests,) = [each for each in families if each.name == "kvledger_tenant_requests"]
+    values = {tuple(each.labels.values()): each.value for each in requests.samples}
+    assert values["acme", "stop"] == 1, "families of one answer are of different moments"
+    assert counted.value("tenant_requests_total", tenant="acme", reason="stop") == 1 + len(ended)
 
 
 def test_tenants_can_have_no_metrics() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
@@ -34,9 +34,12 @@ _MORE = 1.25
 _REMEMBERED = 100
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Used:
-    """What is shown of one tenant, or of the rest. Times in nanoseconds, of blocks in theirs."""
+    """What is shown of one tenant, or of the rest. Times in nanoseconds, of blocks in theirs.
+
+    Never changed, only replaced: whoever has it may read on without a lock.
+    """
 
     tokens: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     block_time: dict[str, int] = field(default_factory=lambda: dict.fromkeys(HELD, 0))
@@ -44,19 +47,27 @@ class _Used:
     queued: int = 0
     requests: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))
 
-    def add(self, reason: str, receipt: Receipt | None) -> None:
-        """A request that ended."""
-        self.requests[reason] += 1
+    def with_ended(self, reason: str, receipt: Receipt | None) -> _Used:
+        """This and a request that ended."""
+        requests = {**self.requests, reason: self.requests[reason] + 1}
         if receipt is None:
-            return
+            return replace(self, requests=requests)
         reused = receipt.cached_prompt_tokens
-        self.tokens["reused"] += reused
-        self.tokens["computed"] += min(receipt.computed_tokens, receipt.prompt_tokens - reused)
-        self.tokens["output"] += receipt.output_tokens
-        self.block_time["held"] += receipt.held_time
-        self.block_time["reserved"] += receipt.reserved_time
-        self.compute += receipt.compute
-        self.queued += receipt.queued
+        computed = min(receipt.computed_tokens, receipt.prompt_tokens - reused)
+        return _Used(
+            tokens={
+                "computed": self.tokens["computed"] + computed,
+                "reused": self.tokens["reused"] + reused,
+                "output": self.tokens["output"] + receipt.output_tokens,
+            },
+            block_time={
+                "held": self.block_time["held"] + receipt.held_time,
+                "reserved": self.block_time["reserved"] + receipt.reserved_time,
+            },
+            compute=self.compute + receipt.compute,
+            queued=self.queued + receipt.queued,
+            requests=requests,
+        )
 
 
 @dataclass
@@ -75,6 +86,8 @@ class TenantMetrics(Collector):
         self._lock = threading.Lock()
         self._tenants: dict[str, _Tenant] = {}
         self._named: set[str] = set()
+        # Without series of their own, and with more use than at the last look.
+        self._candidates: set[str] = set()
         self._other = _Used()
 
     def request_ended(self, name: str, reason: str, receipt: Receipt | None) -> None:
@@ -84,14 +97,18 @@ class TenantMetrics(Collector):
         with self._lock:
             tenant = self._tenants.get(name)
             if tenant is None:
-                tenant = self._tenants[name] = _Tenant()
                 if len(self._named) < self._tenants_max:
                     self._named.add(name)
                 elif len(self._tenants) > _REMEMBERED * self._tenants_max:
-                    self._forget_half()
+                    self._forget_half()  # of those before it: it has used nothing yet
+                tenant = self._tenants[name] = _Tenant()
             if receipt is not None:
                 tenant.use += receipt.compute
-            (tenant.shown if name in self._named else self._other).add(reason, receipt)
+            if name in self._named:
+                tenant.shown = tenant.shown.with_ended(reason, receipt)
+            else:
+                self._other = self._other.with_ended(reason, receipt)
+                self._candidates.add(name)
 
     def describe(self) -> Iterable[Metric]:
         """Nothing: names cannot clash with others."""
@@ -101,19 +118,24 @@ class TenantMetrics(Collector):
         """The families now."""
         if self._tenants_max == 0:
             return []
-        with self._clock.scraping(), self._lock:
-            self._choose()
-            used = [(name, self._tenants[name].shown) for name in sorted(self._named)]
-            return list(_families([*used, (OTHER, self._other)]))
+        with self._clock.scraping():
+            # The event loop waits for this lock: thousands of series are made without it.
+            with self._lock:
+                self._choose()
+                used = [(name, self._tenants[name].shown) for name in self._named]
+                other = self._other
+            used.sort(key=lambda each: each[0])
+            return list(_families([*used, (OTHER, other)]))
 
     def _choose(self) -> None:
-        """Gives series to those that use much more than some that have one."""
-        if len(self._tenants) == len(self._named):
+        """Gives series to those that use much more than some that have one.
+
+        Who had too little at the last look, and has used nothing since, has too little now.
+        """
+        if not self._candidates:
             return
-        outside = sorted(
-            (name for name in self._tenants if name not in self._named),
-            key=lambda name: (-self._tenants[name].use, name),
-        )
+        outside = sorted(self._candidates, key=lambda name: (-self._tenants[name].use, name))
+        self._candidates.clear()
         inside = sorted(self._named, key=lambda name: (self._tenants[name].use, name))
         for comes, goes in zip(outside, inside, strict=False):
             if self._tenants[comes].use <= _MORE * self._tenants[goes].use:
@@ -128,6 +150,7 @@ class TenantMetrics(Collector):
         )
         for name in outside[: len(outside) // 2]:
             del self._tenants[name]
+            self._candidates.discard(name)
 
 
 def _families(used: list[tuple[str, _Used]]) -> Iterator[Metric]:
