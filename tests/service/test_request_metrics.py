@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,12 +16,14 @@ from test_metrics import scraped
 from test_prefix_metrics import receipt
 
 from kvledger.engine import EndReason
+from kvledger.machine.peaks import MachinePeaks
 from kvledger.metrics import Metrics
 from kvledger.metrics.clock import BooksClock
 from kvledger.metrics.families import counter
 from kvledger.metrics.load import ComputedShare
 from kvledger.metrics.requests import RequestMetrics
 from kvledger.metrics.tenants import OTHER, TenantMetrics
+from kvledger.server import Server
 from kvledger.streams import Receipt
 
 MILLI = 10**6
@@ -252,6 +255,19 @@ async def test_requests_that_never_ran_are_counted_by_tenant_and_reason() -> Non
     assert told["kvledger_requests_ended_total cancelled"] == 1
     # Labels in the text are in the order of their names.
     assert told["kvledger_tenant_requests_total cancelled dev"] == 1
+
+
+@pytest.mark.parametrize(("processor_share", "shown"), [(0.6, False), (0.99, True), (None, True)])
+async def test_peaks_of_a_busy_machine_are_not_shown(
+    processor_share: float | None, shown: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server would look as if memory's speed bound it, on a machine that was busy once."""
+    peaks = MachinePeaks(20e9, {"f32": 160e9}, processor_share=processor_share)
+    monkeypatch.setattr("server_harness.Server", partial(Server, peaks=peaks))
+    async with serving("--metrics-listen", "127.0.0.1:0") as server:
+        told = await scraped(server)
+    assert ("kvledger_machine_read_bytes_per_second" in told) == shown
+    assert ("kvledger_machine_operations_per_second f32" in told) == shown
 
 
 def test_counting_a_receipt_is_cheap() -> None:

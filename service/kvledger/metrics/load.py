@@ -70,7 +70,7 @@ class LoadMetrics(Collector):
         peaks: MachinePeaks | None,
         clock: BooksClock,
     ) -> None:
-        """`peaks` are None where nobody measured this machine."""
+        """`peaks` are None where nobody measured this machine, or it was not quiet."""
         self.sources = sources
         self._pool = pool
         self._speed = speed

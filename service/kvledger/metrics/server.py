@@ -33,13 +33,17 @@ class WorkMetrics:
         prefixes: PrefixMetrics,
         peaks: MachinePeaks | None,
     ) -> None:
-        """`watch` tells it of the queue once there is one; `peaks` are None if nobody measured."""
+        """`watch` tells it of the queue once there is one; `peaks` are None if nobody measured.
+
+        Peaks that were measured beside other programs are not shown: shares of them would say
+        that the machine is at its limit where it is not.
+        """
         self._metrics = metrics
         self._settings = settings
         self._model = model
         self._engine = engine
         self._prefixes = prefixes
-        self._peaks = peaks
+        self._peaks = None if peaks is None or peaks.is_disturbed else peaks
         self._clock = BooksClock()
         self._computed = ComputedShare()
         self._tenants = TenantMetrics(settings.metrics_tenants, self._clock)
