@@ -433,6 +433,7 @@ class Admission:
                 entry.label,
                 shares_public,
                 receipt,
+                _broke_constraint(entry, receipt),
             )
         )
         self._quotas.usage.move(place, None)
@@ -448,16 +449,22 @@ class Admission:
         _log_end(entry, receipt)
 
 
+def _broke_constraint(entry: _Entry, receipt: Receipt | None) -> bool:
+    """Whether the request failed because of what its client asked for."""
+    if receipt is None or receipt.end_reason != EndReason.FAILED:
+        return False
+    return entry.constraint is not None and entry.constraint.broken is not None
+
+
 def _log_end(entry: _Entry, receipt: Receipt | None) -> None:
     if receipt is None:
         _log.error("request_without_receipt", request_id=entry.request_id)
         return
     reason, write = receipt.end_reason.name.lower(), _log.info
-    if receipt.end_reason == EndReason.FAILED:
-        if entry.constraint is not None and entry.constraint.broken is not None:
-            reason = "constraint"
-        else:
-            write = _log.warning
+    if _broke_constraint(entry, receipt):
+        reason = "constraint"
+    elif receipt.end_reason == EndReason.FAILED:
+        write = _log.warning
     write(
         "request_finished",
         request_id=entry.request_id,

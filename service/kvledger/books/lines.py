@@ -52,6 +52,8 @@ class EndedRequest:
     # Whether what it shares is a public prefix, and not a group's.
     shares_public: bool
     receipt: Receipt | None
+    # Whether it failed because its own constraint left no token: no fault of the server.
+    broke_constraint: bool = False
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from prometheus_client import Counter, Histogram
 
 from kvledger.metrics import Metrics
 from kvledger.metrics.clock import BooksClock
-from kvledger.metrics.tenants import NO_RECEIPT, REASONS, TenantMetrics
+from kvledger.metrics.tenants import CONSTRAINT, NO_RECEIPT, REASONS, TenantMetrics
 from kvledger.streams import Receipt
 
 _SECONDS = (
@@ -87,9 +87,16 @@ class RequestMetrics:
         """Requests that ended for one of REASONS."""
         return _value(self._ended[reason])
 
-    def _count(self, tenant: str, samples: int, receipt: Receipt | None) -> None:
+    def _count(
+        self, tenant: str, samples: int, receipt: Receipt | None, broke_constraint: bool = False
+    ) -> None:
         """Counts a request of a tenant that has ended."""
-        reason = NO_RECEIPT if receipt is None else receipt.end_reason.name.lower()
+        if receipt is None:
+            reason = NO_RECEIPT
+        elif broke_constraint:
+            reason = CONSTRAINT
+        else:
+            reason = receipt.end_reason.name.lower()
         self._ended[reason].inc()
         self._tenants.request_ended(tenant, reason, receipt)
         if receipt is None:

@@ -56,7 +56,7 @@ class WorkMetrics:
 
         def record(ended: EndedRequest) -> None:
             kept(ended)
-            self._requests.ended(ended.tenant, ended.samples, ended.receipt)
+            self._requests.ended(ended.tenant, ended.samples, ended.receipt, ended.broke_constraint)
 
         return record
 

@@ -24,7 +24,9 @@ from kvledger.streams import Receipt
 OTHER = "(other)"
 # Why requests end; without a receipt because the core refused them or the engine is gone.
 NO_RECEIPT = "no_receipt"
-REASONS = (*(reason.name.lower() for reason in EndReason), NO_RECEIPT)
+# Of those that failed, those whose own constraint left no token: no fault of the server.
+CONSTRAINT = "constraint"
+REASONS = (*(reason.name.lower() for reason in EndReason), CONSTRAINT, NO_RECEIPT)
 KINDS = ("computed", "reused", "output")
 HELD = ("held", "reserved")
 

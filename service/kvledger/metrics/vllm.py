@@ -26,7 +26,7 @@ _REASONS = {
     "stop": ("stop",),
     "length": ("length", "context"),
     "abort": ("cancelled",),
-    "error": ("failed", "no_receipt"),
+    "error": ("failed", "constraint", "no_receipt"),
 }
 
 

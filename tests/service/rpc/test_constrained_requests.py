@@ -213,6 +213,8 @@ async def test_a_constraint_that_breaks_is_an_internal_error_with_an_id(
     assert line["request_id"] in refusal.message
     assert CANARY not in refusal.everything()
     assert neighbour.text == "bcdefghij"
+    requests = server.server._work_metrics._requests
+    assert [requests.ended_count(reason) for reason in ("constraint", "failed")] == [0, 1]
     await server.require_all_free()
 
 
@@ -234,6 +236,9 @@ async def test_a_constraint_that_leads_nowhere_is_the_client_s_to_change(
         assert CANARY not in refusal.everything()
         assert (await neighbour).reason == "LENGTH"
     assert sorted(server.log.reasons) == ["constraint", "constraint", "length", "length"]
+    # Or clients could page whoever is on duty.
+    requests = server.server._work_metrics._requests
+    assert [requests.ended_count(reason) for reason in ("constraint", "failed")] == [2, 0]
     assert not server.log.of("sampling_failed")
     await server.require_all_free()
 
