@@ -146,12 +146,12 @@ def test_a_machine_adds_up_by_hand(tmp_path: Path) -> None:
     blocks = {name: value / SECOND for name, value in vars(machines.blocks).items()}
     assert blocks == {
         **{"all": 100, "receipts": 21, "scopes": 6, "cached": 15, "releasing": 3},
-        **{"unclaimed": 0, "elsewhere": 26 - 21, "idle": 50},
+        **{"unclaimed": 0, "elsewhere": 26 - 21, "unknown": 0, "idle": 50},
     }
     time = {name: value / SECOND for name, value in vars(machines.time).items()}
     assert time == {
         **{"all": 10, "receipts": 2, "unclaimed": 0.5, "elsewhere": 1.5, "idle": 6},
-        **{"scopes": 0, "cached": 0, "releasing": 0},
+        **{"scopes": 0, "cached": 0, "releasing": 0, "unknown": 0},
     }
     # A thousandth of a unit a second: a quarter of it for ten blocks, three for steps.
     cost = machines.cost["EUR"]
@@ -342,6 +342,85 @@ def test_a_part_of_the_time(tmp_path: Path) -> None:
     parts = [state([tmp_path / "books"], since=a, until=b) for a, b in (("", since), (since, ""))]
     assert sum(part.total.requests for part in parts) == 10
     assert sum(part.machines.time.all for part in parts) == 10 * SECOND
+
+
+def stated(seconds: int) -> PoolAccount:
+    """So far seven blocks were cached, of two held one by a group, and one was free."""
+    states = {"free": 1, "reserved": 0, "held": 2, "cached": 7, "releasing": 0}
+    times = {name: blocks * seconds * SECOND for name, blocks in states.items()}
+    group = AccountTime("g", True, seconds * SECOND, 0, 0)
+    return PoolAccount(seconds * SECOND, times, (group,))
+
+
+def test_an_engine_that_goes_takes_only_the_end_of_the_account_with_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A month of cached memory would be called idle because of its last seconds."""
+    writer = Writer(tmp_path / "books")
+    writer.pool(90 * SECOND, pool=stated(90), last=False)
+    writer.pool(100 * SECOND)
+    machines = state([tmp_path / "books"]).machines
+    blocks = {name: value / SECOND for name, value in vars(machines.blocks).items() if value}
+    assert blocks == {
+        **{"all": 1000, "cached": 630, "scopes": 90, "elsewhere": 90, "idle": 90},
+        "unknown": 100,
+    }
+    assert machines.without_states == 0
+    assert machines.cost["EUR"].memory.unknown == 2_500_000
+    assert machines.cost["EUR"].memory.idle == 2_250_000
+    assert run([str(tmp_path / "books")]) == 0
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if "not stated" in line]
+    assert row.split()[-2:] == ["100.000000000", "0.002500000"]
+
+
+def test_what_was_not_stated_at_a_border_is_unknown_on_both_sides(tmp_path: Path) -> None:
+    """Two months would come to more or less memory than both together."""
+    writer = Writer(tmp_path / "books")
+    for second in (10, 20, 30, 40, 50):
+        pool = None if second in (30, 50) else stated(second)
+        writer.pool(second * SECOND, pool=pool, last=second == 50)
+    border = timestamp(START + timedelta(seconds=35))
+    before = state([tmp_path / "books"], until=border).machines.blocks
+    after = state([tmp_path / "books"], since=border).machines.blocks
+    assert (before.all, before.cached, before.unknown) == (300 * SECOND, 140 * SECOND, 100 * SECOND)
+    # What is known again after 40 s is no part of the ten seconds before it.
+    assert (after.all, after.cached, after.unknown) == (200 * SECOND, 0, 200 * SECOND)
+    writer.pool(60 * SECOND, pool=stated(60))
+    after = state([tmp_path / "books"], since=border).machines.blocks
+    assert (after.all, after.cached, after.unknown) == (300 * SECOND, 140 * SECOND, 100 * SECOND)
+    for account in (before, after):
+        assert adds_up(account)
+
+
+def test_what_was_lost_before_the_time_is_not_lost_in_it(tmp_path: Path) -> None:
+    """A month in which all was kept would seem to lack receipts."""
+    writer = Writer(tmp_path / "books")
+    writer.totals.receipts = writer.totals.lost = 50
+    writer.pool(10 * SECOND, last=False)
+    writer.totals.receipts = writer.totals.lost = 53
+    writer.pool(20 * SECOND)
+    for seconds, lost in ((0, 53), (15, 3), (25, 0)):
+        since = timestamp(START + timedelta(seconds=seconds))
+        assert state([tmp_path / "books"], since=since).notes.lost == lost
+
+
+@pytest.mark.parametrize("change", [{"blocks": 0}, {"started_at": 5}, {"started_at": None}])
+def test_a_replica_that_cannot_be_is_a_damaged_line(tmp_path: Path, change: dict[str, Any]) -> None:
+    """One bad line would end the reading of all files."""
+    writer = Writer(tmp_path / "books")
+    writer.path.write_bytes(lines.encoded(lines.replica_line(writer.replica) | change))
+    writer.pool(SECOND)
+    Writer(tmp_path / "books").pool(2 * SECOND)
+    statement = state([tmp_path / "books"])
+    assert (statement.notes.damaged_lines, statement.machines.replicas) == (2, 1)
+
+
+def test_states_that_are_null_are_none(tmp_path: Path) -> None:
+    """One bad line would end the reading of all files."""
+    writer = Writer(tmp_path / "books")
+    pool = {"elapsed": SECOND, "steps": 0, "unclaimed": 0, "receipts": 0, "lost": 0}
+    writer.write({"kind": "pool", "at": timestamp(START), **pool, "states": None})
+    assert state([tmp_path / "books"]).machines.without_states == 1
 
 
 def test_a_request_without_numbers_counts_as_one(tmp_path: Path) -> None:

@@ -34,7 +34,9 @@ COUNTS = (
 )
 _COSTS = ("memory_nanos", "compute_nanos")
 _POOL_COUNTS = ("elapsed", "steps", "unclaimed", "receipts", "lost")
+_REPLICA_TEXTS = ("replica", "model", "started_at")
 _STATES = ("free", "reserved", "held", "cached", "releasing")
+_START = {"states": dict.fromkeys(_STATES, 0)}
 
 
 @dataclass
@@ -75,7 +77,7 @@ class Account:
 
     `idle` is for blocks that were free, or for time in which no step ran; `elsewhere` is on
     receipts of another time, or on none yet, less what these receipts have of another time: so it
-    may be negative.
+    may be negative. `unknown` is of time for which the replica did not say how its blocks stood.
     """
 
     all: int = 0
@@ -85,6 +87,7 @@ class Account:
     releasing: int = 0
     unclaimed: int = 0
     elsewhere: int = 0
+    unknown: int = 0
     idle: int = 0
 
     def add(self, other: Account) -> None:
@@ -112,8 +115,8 @@ class Machines:
     blocks: Account = field(default_factory=Account)  # block-nanoseconds
     time: Account = field(default_factory=Account)  # nanoseconds
     cost: dict[str, MachineCost] = field(default_factory=dict)  # by unit
-    # Replicas that did not say in which states their blocks were: `idle` has what was cached or
-    # held by shared scopes, too.
+    # Replicas that never said in which states their blocks were: all that is not on their receipts
+    # is `unknown`.
     without_states: int = 0
     # Replicas that said nothing of their time: all of it is missing.
     without_account: int = 0
@@ -153,6 +156,9 @@ class _Replica:
     receipts: int = 0  # in its files, of any time
     first: Mapping[str, Any] | None = None  # the newest line of its pool before the time
     last: Mapping[str, Any] | None = None  # and in it
+    # The oldest and the newest in the time that say how its blocks stood.
+    first_stated: Mapping[str, Any] | None = None
+    last_stated: Mapping[str, Any] | None = None
 
 
 def state(
@@ -242,7 +248,7 @@ def _parsed(data: bytes) -> dict[str, Any] | None:
     texts: tuple[str, ...]
     numbers: tuple[str, ...]
     if kind == "replica":
-        texts, numbers = ("replica", "model"), ("format", "blocks", "block_bytes")
+        texts, numbers = _REPLICA_TEXTS, ("format", "blocks", "block_bytes")
     elif kind == "pool":
         texts, numbers = ("at",), _POOL_COUNTS
     elif kind == "receipt":
@@ -250,9 +256,11 @@ def _parsed(data: bytes) -> dict[str, Any] | None:
         numbers = () if line.get("end") == LOST else COUNTS
     else:
         return None
-    if all(isinstance(line.get(name), str) for name in texts) and _are_counts(line, numbers):
-        return line
-    return None
+    if not all(isinstance(line.get(name), str) for name in texts):
+        return None
+    if not _are_counts(line, numbers) or (kind == "replica" and line["blocks"] == 0):
+        return None
+    return line
 
 
 def _are_counts(values: Mapping[str, Any], names: Sequence[str]) -> bool:
@@ -297,8 +305,15 @@ def _note_pool(replica: _Replica, line: Mapping[str, Any], since: str, until: st
     if line["at"] < since:
         if replica.first is None or replica.first["elapsed"] <= line["elapsed"]:
             replica.first = line
-    elif replica.last is None or replica.last["elapsed"] <= line["elapsed"]:
+        return
+    if replica.last is None or replica.last["elapsed"] <= line["elapsed"]:
         replica.last = line
+    if line.get("states") is None:
+        return
+    if replica.first_stated is None or line["elapsed"] < replica.first_stated["elapsed"]:
+        replica.first_stated = line
+    if replica.last_stated is None or replica.last_stated["elapsed"] <= line["elapsed"]:
+        replica.last_stated = line
 
 
 def _add_receipt(
@@ -318,10 +333,10 @@ def _add_receipt(
 
 
 def _add_notes(notes: Notes, replica: _Replica) -> None:
-    newest = replica.last or replica.first
+    newest = replica.last
     if newest is None:
         return
-    notes.lost += newest["lost"]
+    notes.lost += newest["lost"] - (replica.first or {}).get("lost", 0)
     if notes.missing is not None:
         notes.missing += max(0, newest["receipts"] - newest["lost"] - replica.receipts)
 
@@ -334,7 +349,7 @@ def _add_machine(machines: Machines, replica: _Replica) -> None:
         return
     machines.replicas += 1
     first, last = replica.first or {}, replica.last
-    since = first.get("at") or replica.facts.get("started_at") or ""
+    since = first.get("at") or replica.facts["started_at"]
     machines.since = min(machines.since or since, since)
     machines.until = max(machines.until, last["at"])
     used = {name: last[name] - first.get(name, 0) for name in _POOL_COUNTS}
@@ -349,19 +364,24 @@ def _add_machine(machines: Machines, replica: _Replica) -> None:
     )
     machines.blocks.add(blocks)
     machines.time.add(time)
-    machines.without_states += 0 if _has_states(replica) else 1
+    machines.without_states += 1 if replica.last_stated is None else 0
     if replica.prices is not None:
         _add_cost(machines, replica, replica.prices, blocks, time)
 
 
 def _block_account(replica: _Replica, elapsed: int) -> Account:
     """Where a replica's block-time went."""
-    first, last = replica.first or {}, replica.last or {}
     own = replica.own.counts["held"] + replica.own.counts["reserved"]
     whole = replica.facts["blocks"] * elapsed
-    if not _has_states(replica):
-        return Account(all=whole, receipts=own, idle=whole - own)
-    states = {name: last["states"][name] - first.get("states", {}).get(name, 0) for name in _STATES}
+    last = replica.last_stated
+    if last is None:
+        return Account(all=whole, receipts=own, unknown=whole - own)
+    # Where the line before the time does not say it, that is known from the first one on that does;
+    # at the replica's start all blocks were free.
+    first = replica.first or _START
+    if first.get("states") is None:
+        first = replica.first_stated or last
+    states = {name: last["states"][name] - first["states"][name] for name in _STATES}
     scopes = _of_scopes(last) - _of_scopes(first)
     return Account(
         all=whole,
@@ -370,13 +390,9 @@ def _block_account(replica: _Replica, elapsed: int) -> Account:
         cached=states["cached"],
         releasing=states["releasing"],
         elsewhere=states["held"] + states["reserved"] - scopes - own,
+        unknown=whole - sum(states.values()),
         idle=states["free"],
     )
-
-
-def _has_states(replica: _Replica) -> bool:
-    """Whether it said how its blocks were at both ends of the time; at its start all were free."""
-    return all("states" in pool for pool in (replica.first, replica.last) if pool is not None)
 
 
 def _of_scopes(pool: Mapping[str, Any]) -> int:

@@ -23,6 +23,7 @@ _LINES = {
     "releasing": ("given back, in use by a step", ""),
     "unclaimed": ("", "of requests that ended in a step"),
     "elsewhere": ("on other receipts, or on none yet", "on other receipts, or on none yet"),
+    "unknown": ("not stated: the engine was gone", ""),
     "idle": ("idle: free", "idle: no step ran"),
 }
 
@@ -176,11 +177,6 @@ def _machine_page(statement: Statement) -> list[str]:
     compute = [machines.cost[unit].compute for unit in units]
     states_are_known = machines.without_states < machines.replicas
     page += _account_page("memory", "block-s", machines.blocks, units, memory, 0, states_are_known)
-    if machines.without_states and states_are_known:
-        page.append(
-            f"(of {machines.without_states} replica(s) that did not say how their blocks stood, "
-            "all that is not on receipts is called idle)"
-        )
     page.append("")
     page += _account_page("compute", "s", machines.time, units, compute, 1)
     return page
@@ -199,12 +195,13 @@ def _account_page(
     rows = [
         [names[column], *(_billionths(getattr(each, line)) for each in accounts)]
         for line, names in _LINES.items()
-        if names[column] and (states_are_known or line == "receipts")
+        if names[column]
+        and (states_are_known or line == "receipts")
+        and (account.unknown or line != "unknown")
     ]
     if not states_are_known:
-        rows.append(
-            ["free, cached, or on no receipt yet", *(_billionths(each.idle) for each in accounts)]
-        )
+        rest = (_billionths(each.all - each.receipts) for each in accounts)
+        rows.append(["free, cached, or on no receipt yet", *rest])
     rows.append(["all", *(_billionths(each.all) for each in accounts)])
     return _table([title, unit, *units], rows, 1)
 
