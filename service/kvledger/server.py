@@ -277,16 +277,23 @@ class Server:
         await self._end_open_requests()
         self._ledger.close()
         await self._front.stop(_LAST_WORDS)
-        await self._books.state_pool(is_last=True)
-        if not self._engine.stop(_LAST_WORDS):
-            _log.error("engine_hangs", silence_seconds=round(self._engine.silence_seconds, 1))
-            self._broke = True
+        last = await self._books.look()  # while the engine can say it
+        await self._stop_engine()
+        await self._books.state_pool(last, is_last=True)
         self._prompts.close()
         self._close_metrics()
         await self._constraints.stop()
         await self._books.close()
         _log.info("stopped", open_requests=len(self._admission.open_requests))
         return BROKE if self._broke else 0
+
+    async def _stop_engine(self) -> None:
+        if not self._engine.stop(_LAST_WORDS):
+            _log.error("engine_hangs", silence_seconds=round(self._engine.silence_seconds, 1))
+            self._broke = True
+        await asyncio.sleep(0)  # what it published until now is delivered
+        if self._admission.open_requests:
+            self._admission.fail_all()  # so that each has its line in the books
 
     async def _let_tenants_in(self) -> None:
         await self._books.start()
@@ -303,7 +310,9 @@ class Server:
         self._stop_requested.set()
 
     async def _pool_account(self) -> PoolAccount:
-        return pool_account(await self._reader.read(), self._names)
+        snapshot = await self._reader.read()
+        # There may be many thousands of accounts, and streams that must not wait for them.
+        return await asyncio.to_thread(pool_account, snapshot, self._names)
 
     def _watch_metrics(self) -> None:
         self._work_metrics.watch(self._admission)

@@ -293,6 +293,7 @@ class Streams:
         self._waiting: set[int] = set()
         self._leaving: set[int] = set()  # they waited, and were told to end
         self._places = self._free_places = places
+        self._has_failed = False
         self._nobody = asyncio.Event()
         self._nobody.set()
 
@@ -346,6 +347,8 @@ class Streams:
 
     def deliver(self, outcome: StepOutcome) -> None:
         """Sorts one outcome into the mailboxes."""
+        if self._has_failed:
+            return  # of a step that hung, and came back after all: everybody has been told
         report = outcome.report
         self._free_places = 0 if report.waiting else max(0, self._places - report.running)
         admissions = report.admissions
@@ -390,6 +393,7 @@ class Streams:
 
     def fail_all(self) -> None:
         """Ends every request without a receipt: the engine is gone."""
+        self._has_failed = True
         for mailbox in {id(mailbox): mailbox for mailbox in self._mailboxes.values()}.values():
             self._remove(mailbox.sequences.start).refuse(lost=True)
             self._on_end(mailbox.sequences.start, None)

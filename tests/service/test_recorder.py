@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from tenants_harness import TenantsOfTest, bearer
 from tiny_model import write_gguf
 from tiny_server import TinyServer
 
+from kvledger.books import lines
 from kvledger.books.file_statement import Account, state
 from kvledger.books.lines import AccountTime, PoolAccount, StepTime
 from kvledger.books.pool_account import pool_account
@@ -29,6 +31,7 @@ from kvledger.books.snapshot import STATES, Snapshot
 from kvledger.errors import SettingRefused
 from kvledger.metrics import Metrics
 from kvledger.scopes.keys import Owner, ScopeKind
+from kvledger.server import BROKE
 from kvledger.v1 import generation_pb2 as pb
 
 _PRICES = 'unit = "EUR"\nper_device_hour = 7.13\nmemory_share = 0.37\ncompute_share = 0.63\n'
@@ -312,6 +315,45 @@ async def test_a_full_disk_stops_no_request(folder: Path, monkeypatch: pytest.Mo
     assert len(lines_in(folder)) == 5
 
 
+@pytest.mark.parametrize("returns", [False, True])
+async def test_requests_that_a_hanging_engine_keeps_have_a_line(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, returns: bool
+) -> None:
+    """They would be missing in every count, and no file would say so."""
+    monkeypatch.setattr("kvledger.server._LAST_WORDS", 0.2)
+    monkeypatch.setattr("kvledger.books.recorder._SNAPSHOT_SECONDS", 0.2)
+    faults: list[Any] = []
+    async with serving("--books", str(folder), sequences_max=2) as server:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(context))
+        await server.answer(text="a")
+        gate, books = server.gate(), server.server._books
+        calls = [asyncio.create_task(server.refusal(text="a", max_tokens=50)) for _ in range(4)]
+        await server.until(lambda: gate.arrived == 1)
+        await server.until(lambda: len(server.server._admission.open_requests) == 4)
+        gate.let(1)
+        await server.until(lambda: gate.arrived == 2)  # by now the engine knows of all
+        close = books.close
+
+        async def late_close() -> None:
+            if returns:  # the step that hung ends after all, when everybody has been told
+                gate.open()
+                await asyncio.to_thread(server.server._engine._thread.join, PATIENCE)
+            await close()
+
+        monkeypatch.setattr(books, "close", late_close)
+        server.server.request_stop()
+        server.server.request_stop()
+        assert {(await call).code for call in calls} == {grpc.StatusCode.UNAVAILABLE}
+        assert await asyncio.wait_for(asyncio.shield(server.exit), PATIENCE) == BROKE
+    assert faults == []
+    assert [line["end"] for line in lines_in(folder)] == ["length"] + ["lost"] * 4
+    last = lines_in(folder, "pool")[-1]
+    assert (last["receipts"], last["lost"], last["last"]) == (5, 0, True)
+    statement = state([folder])
+    assert (statement.total.requests, statement.total.without_numbers) == (5, 4)
+    assert statement.notes.missing == 0
+
+
 async def test_requests_that_an_engine_took_with_it_have_a_line(folder: Path) -> None:
     """They would be missing in every count."""
     async with serving("--books", str(folder)) as server:
@@ -360,7 +402,7 @@ async def test_states_of_blocks_are_stated_where_they_are_known(
     await books.start()
     found: list[dict[str, Any]] = []
     for count in range(1, 5):
-        await books.state_pool()
+        await books.state_pool(await books.look())
         for _ in range(1000):
             found = lines_in(folder, "pool")
             if len(found) == count:
@@ -377,6 +419,56 @@ async def test_states_of_blocks_are_stated_where_they_are_known(
     # An engine that is dead, hangs, or cannot say: the rest is told all the same.
     assert len(others) == 3
     assert all("states" not in line and line["elapsed"] > 10 for line in others)
+
+
+async def test_a_disk_that_was_full_gets_the_states_of_an_engine_that_died_meanwhile(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was cached until then would be known no more."""
+    states = {"free": 60, "reserved": 2, "held": 20, "cached": 15, "releasing": 3}
+    answers = [PoolAccount(0, dict.fromkeys(states, 0)), PoolAccount(10, states), None, None]
+
+    async def snapshot() -> PoolAccount | None:
+        return answers.pop(0)
+
+    books = recorder("--books", str(folder), steps=StepTime, snapshot=snapshot)
+    await books.start()
+    files = books._files
+    assert files is not None
+    monkeypatch.setattr(files, "_append", lambda data: (_ for _ in ()).throw(OSError("full")))
+    for _ in range(3):
+        await books.state_pool(await books.look())
+    monkeypatch.undo()
+    await books.close()
+    stated, unstated = lines_in(folder, "pool")
+    assert stated["states"] == states
+    assert "states" not in unstated
+    assert state([folder]).machines.blocks.cached == 15
+
+
+async def test_many_accounts_keep_no_stream_waiting(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every stream would stand still for a while, every few seconds."""
+    threads = list[threading.Thread]()
+
+    def account(*arguments: Any) -> PoolAccount:
+        threads.append(threading.current_thread())
+        return pool_account(*arguments)
+
+    monkeypatch.setattr("kvledger.server.pool_account", account)
+    encoded = lines.encoded
+
+    def noted(line: Any) -> bytes:
+        if line["kind"] == "pool":
+            threads.append(threading.current_thread())
+        return encoded(line)
+
+    monkeypatch.setattr(lines, "encoded", noted)
+    async with serving("--books", str(folder)) as server:
+        await server.answer(text="a")
+    assert len(threads) >= 3
+    assert threading.current_thread() not in threads
 
 
 class _Names:
@@ -449,7 +541,7 @@ async def test_without_a_folder_nothing_is_written(tmp_path: Path) -> None:
     books = recorder()
     await books.start()
     await books.watch()
-    await books.state_pool()
+    await books.state_pool(await books.look())
     await books.close()
     assert os.listdir(tmp_path) == []
 

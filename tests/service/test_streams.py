@@ -163,7 +163,7 @@ async def test_a_waiting_reader_is_woken_by_each_kind_of_mail(streams: Streams) 
         streams.deliver(deliver)
         assert await asyncio.wait_for(reader, 20) != ([], None)
         if streams.open_count:
-            streams.fail_all()
+            streams.deliver(outcome(receipts=[(1, EndReason.STOP)]))
 
 
 async def test_a_reader_that_was_cancelled_loses_nothing(streams: Streams) -> None:
@@ -257,6 +257,7 @@ async def test_when_the_engine_is_gone_everybody_is_told_once(streams: Streams, 
     streams.deliver(outcome(receipts=[(3, EndReason.STOP)]))
     streams.fail_all()
     streams.fail_all()
+    streams.deliver(outcome(tokens=[(1, 8)], receipts=[(2, EndReason.STOP)]))  # it comes back
     first, second, third = [await mail_of(mailbox) for mailbox in mailboxes]
     assert first[0] == [7], "what was computed is not lost"
     refused = [news is not None and news.refused for _, news in (first, second, third)]

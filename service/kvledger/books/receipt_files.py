@@ -76,7 +76,7 @@ class ReceiptFiles:
         # Guarded by it:
         self._waiting: deque[bytes] = deque()
         self._waiting_bytes = 0
-        self._newest: bytes | None = None
+        self._newest: dict[str, bytes] = {}  # by kind
         self._lost = self._written = self._failures = 0
         self._stopping = self._given_up = False
         # The thread's own:
@@ -127,10 +127,10 @@ class ReceiptFiles:
             self._changed.notify()
         return True
 
-    def add_newest(self, line: bytes) -> None:
-        """Takes a line that says all that those before it said: only the newest is kept."""
+    def add_newest(self, line: bytes, kind: str = "") -> None:
+        """Takes a line that says all that earlier ones of its kind said: only it is kept."""
         with self._changed:
-            self._newest = line
+            self._newest[kind] = line
             self._changed.notify()
 
     def close(self, seconds: float) -> None:
@@ -167,23 +167,23 @@ class ReceiptFiles:
                 _log.exception("books_thread_failed")
                 self._pause()
                 continue
-            if stopping and not self._waiting and self._newest is None:
+            if stopping and not self._waiting and not self._newest:
                 self._close_file()
                 return
 
-    def _next(self) -> tuple[list[bytes], bytes | None, bool]:
+    def _next(self) -> tuple[list[bytes], dict[str, bytes], bool]:
         """What to write now, and whether it is the last; comes back when something is due."""
         with self._changed:
-            while not self._stopping and not self._waiting and self._newest is None:
+            while not self._stopping and not self._waiting and not self._newest:
                 due = None
                 if self._unsynced_since is not None:
                     due = self._unsynced_since + _SYNC_SECONDS - time.monotonic()
                     if due <= 0:
                         break
                 self._changed.wait(due)
-            if not self._stopping and (self._waiting or self._newest is not None):
+            if not self._stopping and (self._waiting or self._newest):
                 self._changed.wait_for(lambda: self._stopping, _COLLECT_SECONDS)
-            return list(self._waiting), self._newest, self._stopping
+            return list(self._waiting), dict(self._newest), self._stopping
 
     def _pause(self) -> None:
         with self._changed:
@@ -192,18 +192,18 @@ class ReceiptFiles:
                 return
         time.sleep(_COLLECT_SECONDS)  # while `close` waits, more may fit at any moment
 
-    def _write_all(self, lines: list[bytes], newest: bytes | None) -> None:
+    def _write_all(self, lines: list[bytes], newest: dict[str, bytes]) -> None:
         done = 0
         while done < len(lines):
             count = self._fitting(lines, done)
             self._write(lines[done : done + count])
             done += count
-        if newest is not None:
-            self._fitting([newest], 0)
-            self._append(newest)
+        for kind, line in newest.items():
+            self._fitting([line], 0)
+            self._append(line)
             with self._changed:
-                if self._newest is newest:
-                    self._newest = None
+                if self._newest[kind] is line:
+                    del self._newest[kind]
 
     def _write(self, lines: list[bytes]) -> None:
         """Writes the first lines that wait; what was written as a whole counts even if it fails."""

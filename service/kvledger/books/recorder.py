@@ -9,7 +9,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from typing import TypeAlias
 
@@ -35,6 +35,16 @@ _CLOSE_SECONDS = 5.0
 
 # Asks for the pool's account; None where nobody can state it now.
 Snapshot: TypeAlias = Callable[[], Awaitable[PoolAccount | None]]
+
+
+@dataclass(frozen=True)
+class Moment:
+    """How the machine stood at some moment."""
+
+    at: datetime
+    elapsed: int  # nanoseconds since the start
+    steps: StepTime
+    pool: PoolAccount | None  # None: the engine did not say
 
 
 class Recorder:
@@ -133,27 +143,34 @@ class Recorder:
     async def watch(self) -> None:
         """States the pool's account now and then, until it is cancelled."""
         while self._files is not None:
-            await self.state_pool()
+            await self.state_pool(await self.look())
             await asyncio.sleep(_INTERVAL)
 
-    async def state_pool(self, is_last: bool = False) -> None:
-        """Writes the pool's account as it is now."""
+    async def look(self) -> Moment | None:
+        """How the machine stands now; None where nothing is kept."""
         if self._files is None:
-            return
+            return None
         pool = await self._ask() if self._before is not None else None
+        elapsed = time.monotonic_ns() - self._started
+        return Moment(datetime.now(timezone.utc), elapsed, self._steps(), pool)
+
+    async def state_pool(self, moment: Moment | None, is_last: bool = False) -> None:
+        """Writes the pool's account of a moment, and what receipts come to until now."""
+        if self._files is None or moment is None:
+            return
+        line = await asyncio.to_thread(self._pool_line, moment, replace(self._totals), is_last)
+        # One that does not say how the blocks stood must not push out one that does.
+        self._files.add_newest(line, "unstated" if moment.pool is None else "stated")
+
+    def _pool_line(self, moment: Moment, totals: Totals, is_last: bool) -> bytes:
+        """In a thread of its own: it may have thousands of accounts."""
+        pool = moment.pool
         if pool is not None and self._before is not None:
             pool = pool.since(self._before)
-        elapsed = time.monotonic_ns() - self._started
         line = lines.pool_line(
-            self._replica,
-            datetime.now(timezone.utc),
-            elapsed,
-            self._steps(),
-            self._totals,
-            pool,
-            is_last,
+            self._replica, moment.at, moment.elapsed, moment.steps, totals, pool, is_last
         )
-        self._files.add_newest(lines.encoded(line))
+        return lines.encoded(line)
 
     async def _ask(self) -> PoolAccount | None:
         """The pool's account since the core was made."""
