@@ -50,7 +50,7 @@ _CHANNELS = 4
 
 # Small enough that prompts are chunked and sequences preempted.
 PRESSED = (
-    *("--kv-blocks", "64", "--token-budget", "24", "--max-sequences", "16", "--max-queued", "64"),
+    *("--kv-blocks", "40", "--token-budget", "24", "--max-sequences", "16", "--max-queued", "64"),
     *("--mailbox-tokens", "8", "--stall-timeout", "2.0", "--block-tokens", "16"),
     # A level of priority is worth little, or the last would rightly wait for minutes.
     *("--priority-aging", "0.05"),
