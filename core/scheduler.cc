@@ -133,7 +133,8 @@ void Scheduler::schedule(Nanoseconds now, StepPlan& plan, StepReport& report) {
   }
   find_waiters();
   note_oldest();
-  const std::int64_t room = prefill_room(settings_.token_budget - decode_tokens);
+  note_tenants(now);
+  const std::int64_t room = prefill_room(settings_.token_budget - decode_tokens, now);
   plan.set_prefill_room(room);
   share_prefill_budget(room);
   admit_chosen(now, plan, report);

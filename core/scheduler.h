@@ -85,7 +85,8 @@ struct SchedulerSettings {
   // The same as a multiple of what decoding alone would take, in thousandths; 0 is no limit.
   std::int64_t step_stretch = 0;
   // Longest step in which nobody decodes, or only tenants that wait for more and were given more
-  // than who is computed; 0 is no limit.
+  // than who is computed; 0 is no limit. Only as long as several tenants come (kOthersStay): short
+  // steps are for whoever comes meanwhile, and cost a tenant that is alone.
   Nanoseconds prefill_time_max = 0;
   // Prompt tokens that a step takes even where they break the limit: prompts must not starve.
   std::int64_t prefill_least = 4;
@@ -134,6 +135,8 @@ class Scheduler {
     return static_cast<std::int64_t>(queue_.size()) + parked_;
   }
 
+  // How long another tenant is expected again.
+  static constexpr Nanoseconds kOthersStay = 60'000'000'000;
   // Prompt tokens that a step may always have; with fewer it is not worth its fixed cost.
   static constexpr std::int64_t kChunkLeast = 32;
 
@@ -156,7 +159,8 @@ class Scheduler {
   BlockCount promised_to_all() const noexcept;
   void find_waiters();
   bool may_run(TenantId tenant) const noexcept;
-  std::int64_t prefill_room(std::int64_t budget) const;
+  void note_tenants(Nanoseconds now) noexcept;
+  std::int64_t prefill_room(std::int64_t budget, Nanoseconds now) const;
   std::int64_t decode_room(std::int64_t budget) const;
   std::int64_t computed_by_first() const;
   bool decodes_are_protected() const;
@@ -243,6 +247,8 @@ class Scheduler {
   std::vector<Chunk> chunks_;
   std::vector<Leader> leaders_;
   std::size_t decode_chunks_ = 0;
+  const TenantLine* last_line_ = nullptr;      // of the tenant that was looked at last
+  Nanoseconds others_until_ = 0;               // as long as several tenants are expected
   std::vector<const TenantLine*> backlogged_;  // tenants of candidates
 
   StepTimeModel step_time_;

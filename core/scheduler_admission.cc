@@ -270,8 +270,7 @@ bool Scheduler::begin(const Candidate& candidate, Nanoseconds now, StepPlan& pla
     cache_.unpin_source(match);
   }
   if (is_first) {  // as if nobody had computed it
-    const std::int64_t little =
-        candidate.shared == 0 ? kPromptLeast - sequence.token_count() : 0;
+    const std::int64_t little = candidate.shared == 0 ? kPromptLeast - sequence.token_count() : 0;
     queue_.give(*sequence.line,
                 sequence.reused_shared - of_scopes + std::max<std::int64_t>(0, little));
   }

@@ -7,8 +7,23 @@
 
 namespace kvledger {
 
+void Scheduler::note_tenants(Nanoseconds now) noexcept {
+  const auto note = [&](const TenantLine* line) {
+    if (line != last_line_ && last_line_ != nullptr) {
+      others_until_ = now + kOthersStay;
+    }
+    last_line_ = line;
+  };
+  for (const Chunk& chunk : chunks_) {
+    note(chunk.sequence->line);
+  }
+  for (const Candidate& candidate : candidates_) {
+    note(candidate.sequence->line);
+  }
+}
+
 // Prompt tokens for which the step has time, at most `budget`.
-std::int64_t Scheduler::prefill_room(std::int64_t budget) const {
+std::int64_t Scheduler::prefill_room(std::int64_t budget, Nanoseconds now) const {
   if (candidates_.empty()) {
     return budget;
   }
@@ -16,7 +31,7 @@ std::int64_t Scheduler::prefill_room(std::int64_t budget) const {
   if (limited && decode_chunks_ > 0 && decodes_are_protected()) {
     return decode_room(budget);
   }
-  if (settings_.prefill_time_max == 0) {
+  if (settings_.prefill_time_max == 0 || now >= others_until_) {
     return budget;
   }
   const std::int64_t fits =

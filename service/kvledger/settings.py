@@ -172,8 +172,8 @@ class Settings(BooksSettings, BaseSettings):
         0.05,
         ge=0.0,
         le=60.0,
-        description="seconds that a step may take while nobody decodes: whoever comes meanwhile "
-        "waits no longer; 0 is no limit",
+        description="seconds that a step may take while nobody decodes and several tenants come: "
+        "whoever comes meanwhile waits no longer; 0 is no limit",
     )
     machine_peaks: Literal["measure", "skip"] = Field(
         "measure",

@@ -124,6 +124,8 @@ TEST_CASE("what another tenant has behind it does not make one's chunks smaller"
     EngineSettings settings = large_engine();
     settings.scheduler.prefill_time_max = 50'000'000;
     Tenants tenants(settings);
+    tenants.come(40, 2, 10, 1);
+    tenants.step();
     const auto compute = [&](const auto& is_done) {
       std::int64_t largest = 0;
       while (!is_done()) {
@@ -157,6 +159,29 @@ TEST_CASE("what another tenant has behind it does not make one's chunks smaller"
     }
     CHECK(compute([&] { return tenants.driver.receipts.contains(1); }) > 300);
   }
+}
+
+TEST_CASE("steps are short for whoever comes, while somebody else comes") {
+  // If this fails, a tenant that is alone pays for others, or one that comes waits for a long step.
+  EngineSettings settings = large_engine();
+  settings.scheduler.prefill_time_max = 10'000'000;
+  Tenants tenants(settings);
+  const auto largest_step = [&](std::uint64_t id) {
+    tenants.come(id, static_cast<std::uint32_t>(id / 1'000'000), 2000, 1);
+    std::int64_t largest = 0;
+    while (!tenants.driver.receipts.contains(id)) {
+      const StepPlanView& view = tenants.driver.plan();
+      largest = std::max<std::int64_t>(largest, view.header.tokens);
+      tenants.driver.now += 1'000'000 + 100'000 * view.header.tokens;
+      tenants.driver.commit_one_each(view);
+    }
+    return largest;
+  };
+  CHECK(largest_step(1'000'000) == 512);
+  CHECK(largest_step(2'000'000) < 120);
+  CHECK(largest_step(2'000'001) < 120);
+  tenants.driver.now += Scheduler::kOthersStay;
+  CHECK(largest_step(2'000'002) == 512);
 }
 
 TEST_CASE("nobody waits for a block of a tenant whose turn comes later") {
