@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -187,3 +188,15 @@ def text_of(responses: list[pb.GenerateResponse]) -> str:
 def answer(channel: grpc.Channel, message: pb.GenerateRequest) -> str:
     """The text of a call that must succeed."""
     return text_of(list(generation(channel).Generate(message, timeout=PATIENCE)))
+
+
+@contextmanager
+def tiny_server(model: Path, *arguments: str, prelude: str = "") -> Iterator[ServerProcess]:
+    """A server of a tiny model with 64 blocks, ready."""
+    options = ("--model", str(model), "--kv-blocks", "64", "--threads", "1", *arguments)
+    server = ServerProcess(*options, prelude=prelude)
+    try:
+        server.event("serving")
+        yield server
+    finally:
+        server.close()

@@ -6,36 +6,17 @@ import json
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
-from server_process import PATIENCE, ServerProcess, generation, request
-from tiny_model import write_gguf
+from server_process import PATIENCE, ServerProcess, generation, request, tiny_server
 
 from kvledger.books.file_statement import state
 
 # What a server that is killed may lose, in seconds.
 _LOST_SECONDS = 1.0
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_gguf(tmp_path_factory.mktemp("tiny") / "tiny.gguf")
-
-
-@contextmanager
-def tiny_server(tiny: Path, *arguments: str, prelude: str = "") -> Iterator[ServerProcess]:
-    options = ("--model", str(tiny), "--kv-blocks", "64", "--threads", "1", *arguments)
-    server = ServerProcess(*options, prelude=prelude)
-    try:
-        server.event("serving")
-        yield server
-    finally:
-        server.close()
 
 
 class Load:

@@ -10,8 +10,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import grpc
@@ -20,35 +18,17 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from http2_client import Http2Client
 from server_process import (
     PATIENCE,
-    ServerProcess,
     answer,
     command,
     environment,
     generation,
     models,
     request,
+    tiny_server,
 )
-from tiny_model import write_gguf
 
 from kvledger.v1 import generation_pb2 as pb
 from kvledger.v1 import models_pb2
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_gguf(tmp_path_factory.mktemp("tiny") / "tiny.gguf")
-
-
-@contextmanager
-def tiny_server(tiny: Path, *arguments: str, prelude: str = "") -> Iterator[ServerProcess]:
-    options = ("--model", str(tiny), "--kv-blocks", "64", "--threads", "1", *arguments)
-    server = ServerProcess(*options, prelude=prelude)
-    try:
-        server.event("serving")
-        yield server
-    finally:
-        server.close()
-
 
 # --- F11: a log that takes nothing ------------------------------------------------------------
 

@@ -10,8 +10,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import grpc
 import torch
-from server_harness import Answer, running, until
+from server_harness import Answer, connection, running, until
 from tenants_harness import TenantsOfTest, bearer
 from tiny_model import write_gguf
 from tiny_server import TinyServer
@@ -176,6 +177,25 @@ async def reusing_tenants(
     set_group(tenants, "team", *names[:2])
     async with reusing(*tenants.options(folder), *arguments) as server:
         yield TenantsServer(server, tenants)
+
+
+@asynccontextmanager
+async def operated_tenants(
+    folder: Path, *arguments: str
+) -> AsyncIterator[tuple[TenantsServer, grpc.aio.Channel]]:
+    """The same with 24 blocks, an operator `ops`, a viewer `eye`, and a channel for them."""
+    listen = ("--operators-listen", f"unix:{folder / 'o.sock'}", "--kv-blocks", "24")
+    async with reusing_tenants(folder, *listen, *arguments) as their:
+
+        def add() -> None:
+            their.tenants.add("ops", roles=("operator",))
+            their.tenants.add("eye", roles=("viewer",))
+
+        await their.changed(add)
+        address = their.server.server.operators_address
+        assert address is not None
+        async with connection(address) as channel:
+            yield their, channel
 
 
 def set_group(tenants: TenantsOfTest, name: str, *members: str) -> None:

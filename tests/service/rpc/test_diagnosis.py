@@ -11,9 +11,9 @@ import grpc
 import pytest
 import pytest_asyncio
 from google.protobuf import duration_pb2
-from reuse_harness import BLOCK, TenantsServer, prompt, reusing_tenants
+from reuse_harness import BLOCK, TenantsServer, operated_tenants, prompt
 from scripted_model import PATIENCE
-from server_harness import connection, refusal_of
+from server_harness import refusal_of
 from tenants_harness import bearer
 
 from kvledger.cli import main
@@ -54,18 +54,8 @@ class Clinic:
 
 @pytest_asyncio.fixture
 async def clinic(tmp_path: Path) -> AsyncIterator[Clinic]:
-    operators = ("--operators-listen", f"unix:{tmp_path / 'o.sock'}", "--kv-blocks", "24")
-    async with reusing_tenants(tmp_path, *operators) as their:
-
-        def add() -> None:
-            their.tenants.add("ops", roles=("operator",))
-            their.tenants.add("eye", roles=("viewer",))
-
-        await their.changed(add)
-        address = their.server.server.operators_address
-        assert address is not None
-        async with connection(address) as channel:
-            yield Clinic(their, channel)
+    async with operated_tenants(tmp_path) as (their, channel):
+        yield Clinic(their, channel)
 
 
 async def test_it_counts_what_happened(clinic: Clinic) -> None:

@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 from google.protobuf import duration_pb2
 from http2_client import Http2Client
-from reuse_harness import BLOCK, TenantsServer, prompt, reusing_tenants, shared
+from reuse_harness import BLOCK, TenantsServer, operated_tenants, prompt, shared
 from scripted_model import PATIENCE
 from server_harness import Refusal, connection, refusal_of, serving, until
 from tenants_harness import TenantsOfTest, bearer
@@ -96,18 +96,8 @@ def stub_of(channel: grpc.aio.Channel) -> Any:
 
 @pytest_asyncio.fixture
 async def books(tmp_path: Path) -> AsyncIterator[Books]:
-    operators = ("--operators-listen", f"unix:{tmp_path / 'o.sock'}", "--kv-blocks", "24")
-    async with reusing_tenants(tmp_path, *operators) as their:
-
-        def add() -> None:
-            their.tenants.add("ops", roles=("operator",))
-            their.tenants.add("eye", roles=("viewer",))
-
-        await their.changed(add)
-        address = their.server.server.operators_address
-        assert address is not None
-        async with connection(address) as channel:
-            yield Books(their, channel)
+    async with operated_tenants(tmp_path) as (their, channel):
+        yield Books(their, channel)
 
 
 async def leave_early(books: Books, who: str, ids: list[int]) -> None:
