@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 from collections.abc import AsyncIterator
 from itertools import pairwise
 from pathlib import Path
@@ -101,10 +100,6 @@ async def books(tmp_path: Path) -> AsyncIterator[Books]:
         yield Books(their, channel)
 
 
-def require(condition: bool) -> None:
-    assert condition
-
-
 async def leave_early(books: Books, who: str, ids: list[int]) -> None:
     """A client that goes in the middle of its answer."""
     request = generation.GenerateRequest()
@@ -137,15 +132,9 @@ async def test_the_books_add_up_while_everything_happens(books: Books) -> None:
 
     looking = asyncio.create_task(look())
     everybody = ("acme", "globex", "initech")
-    # All at once, however slowly calls come in: or there would be room for each.
-    all_are_here = threading.Event()
-    their.server.scripted.before_step = lambda plan: require(all_are_here.wait(PATIENCE))
     asked = [ask(who, number) for number in range(6) for who in everybody]
     left = [leave_early(books, who, prompt(f"gone{who}", 40)) for who in everybody]
-    load = asyncio.gather(*asked, *left)
-    await until(lambda: len(their.server.server._admission.open_requests) == 21)
-    all_are_here.set()
-    await load
+    await their.ask_at_once([*asked, *left])  # or there would be room for each
     over.set()
     seen = await looking
     await until(lambda: not their.server.server._admission.open_requests)
