@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import tempfile
-import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -14,7 +12,6 @@ from typing import Any
 
 import grpc
 import torch
-from scripted_model import PATIENCE
 from server_harness import Answer, connection, running, until
 from tenants_harness import TenantsOfTest, bearer
 from tiny_model import write_gguf
@@ -161,19 +158,6 @@ class TenantsServer:
 
     async def ask(self, who: str, ids: Sequence[int], **fields: Any) -> Answer:
         return await self.server.ids(ids, metadata=bearer(self.tenants.tokens[who]), **fields)
-
-    async def ask_at_once(self, asked: Sequence[Coroutine[Any, Any, Any]]) -> None:
-        """Lets these requests, nobody else's, be here before any of them is computed."""
-        all_are_here = threading.Event()
-
-        def wait(plan: _core.Plan) -> None:
-            assert all_are_here.wait(PATIENCE), "they did not all come"
-
-        self.server.scripted.before_step = wait
-        answers = asyncio.gather(*asked)
-        await until(lambda: len(self.server.server._admission.open_requests) == len(asked))
-        all_are_here.set()
-        await answers
 
     async def changed(self, change: Callable[[], Any]) -> None:
         """Makes a change of the tenants' file, and waits until the server has taken it over."""

@@ -7,7 +7,7 @@ import socket
 import struct
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -47,6 +47,7 @@ _DETAILS = (
     error_details_pb2.RetryInfo,
 )
 
+_T = TypeVar("_T")
 _Detail = TypeVar("_Detail", bound=Message)
 
 
@@ -235,6 +236,17 @@ class ServerHarness:
         async for response in call:
             answer.responses.append(response)
         return answer
+
+    async def at_once(self, *asked: Coroutine[Any, Any, _T]) -> list[_T]:
+        """The answers to requests, nobody else's, that all come before any of them is computed.
+
+        However slowly calls come in: else there might be room for each.
+        """
+        gate = self.gate()
+        answers = asyncio.gather(*asked)
+        await self.until(lambda: len(self.server._admission.open_requests) == len(asked))
+        gate.open()
+        return await answers
 
     async def refusal(self, **fields: Any) -> Refusal:
         """How one call to Generate ends that must fail."""

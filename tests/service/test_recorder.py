@@ -210,7 +210,11 @@ async def test_costs_add_up_to_what_the_machine_costs(folder: Path, prices: Path
                     0.05 if number % 4 == 3 else PATIENCE,
                 )
 
-        await asyncio.gather(*(one(number) for number in range(24)))
+        patient = [one(number) for number in range(24) if number % 4 != 3]
+        hurried = [one(number) for number in range(24) if number % 4 == 3]
+        load = asyncio.ensure_future(server.at_once(*patient))
+        await server.until(lambda: len(server.server._admission.open_requests) == len(patient))
+        await asyncio.gather(load, *hurried)
         await server.require_all_free()
     assert len(lines_in(folder)) > 12
     assert sum(line["preemptions"] for line in lines_in(folder)) > 0

@@ -91,7 +91,7 @@ async def test_a_pool_that_is_too_small_is_found_in_a_real_server(clinic: Clinic
             for number in range(3)
             for who in ("acme", "globex")
         ]
-        await their.ask_at_once(asked)
+        await their.server.at_once(*asked)
     now = (await clinic.diagnosis()).now
     assert "pool" in [finding.name for finding in now.findings]
     pool = next(finding for finding in now.findings if finding.name == "pool")

@@ -311,7 +311,7 @@ async def test_twenty_callers_with_one_name_get_their_own_answers(server: Server
 async def test_more_requests_than_room_all_end() -> None:
     """Under pressure everybody would preempt everybody, and nothing come out (B32)."""
     async with serving(blocks=10, slots_per_block=4, context_tokens=64) as server:
-        answers = await asyncio.gather(
+        answers = await server.at_once(
             *(server.answer(text="a" * 9, max_tokens=20, ignore_eos=True) for _ in range(12))
         )
         assert {answer.text for answer in answers} == {expected("a", 20)}

@@ -134,7 +134,7 @@ async def test_the_books_add_up_while_everything_happens(books: Books) -> None:
     everybody = ("acme", "globex", "initech")
     asked = [ask(who, number) for number in range(6) for who in everybody]
     left = [leave_early(books, who, prompt(f"gone{who}", 40)) for who in everybody]
-    await their.ask_at_once([*asked, *left])  # or there would be room for each
+    await their.server.at_once(*asked, *left)
     over.set()
     seen = await looking
     await until(lambda: not their.server.server._admission.open_requests)

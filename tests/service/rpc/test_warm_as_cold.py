@@ -137,9 +137,9 @@ async def test_after_a_preemption(server: ReuseServer) -> None:
     """Who comes back would find its blocks changed, or somebody else's."""
     prompts = [prompt(f"p{place}", 60) for place in range(8)]
     references = [numbers(await asked(server, ids, cache=NONE, max_tokens=40)) for ids in prompts]
-    answers = await asyncio.gather(*[asked(server, ids, max_tokens=40) for ids in prompts])
+    answers = await server.at_once(*[asked(server, ids, max_tokens=40) for ids in prompts])
     assert [numbers(answer) for answer in answers] == references
-    again = await asyncio.gather(*[asked(server, ids, max_tokens=40) for ids in prompts])
+    again = await server.at_once(*[asked(server, ids, max_tokens=40) for ids in prompts])
     assert [numbers(answer) for answer in again] == references
     receipts = [answer.finished.receipt for answer in (*answers, *again)]
     assert sum(receipt.preemptions for receipt in receipts) > 0
