@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -152,9 +153,11 @@ async def test_a_reader_that_was_behind_gets_the_same_text(server: ServerHarness
             pile.clear()
 
     server.server._admission.streams.deliver = in_piles_of_three  # type: ignore[method-assign]
+    # Slow enough for the reader to take some before the last comes.
+    server.scripted.before_step = lambda plan: time.sleep(0.003)
     piled = await server.answer(text="#", max_tokens=40)
     assert piled.text == "🙂" + expected("🙂", 36)
-    assert max(delta.tokens for delta in piled.deltas) >= 2, "they came in piles, of three or more"
+    assert max(delta.tokens for delta in piled.deltas[1:]) >= 2, "they came in piles"
 
 
 @pytest.mark.parametrize("final_only", [False, True])
