@@ -180,7 +180,8 @@ def _fill_traffic(message: diagnosis_pb2.Traffic, diagnosis: Diagnosis) -> None:
     message.output_median, message.output_p95 = seen.output_lengths
     if seen.prompts:
         message.reused = traffic.reused_tokens / seen.prompts
-        message.reusable = traffic.reusable_tokens / seen.prompts
+        # Known by whole blocks; what was reused counts parts of them as well.
+        message.reusable = max(message.reused, traffic.reusable_tokens / seen.prompts)
     message.waiting = seen.waiting
     message.held = seen.held
     message.stalled = seen.of_life(traffic.paused_time)

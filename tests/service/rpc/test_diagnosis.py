@@ -82,6 +82,16 @@ async def test_it_counts_what_happened(clinic: Clinic) -> None:
     assert now.summary
 
 
+async def test_no_less_could_be_reused_than_was(clinic: Clinic) -> None:
+    """Parts of blocks are reused too: a reader would find more than all of it."""
+    ids = prompt("same", BLOCK + 2)
+    await clinic.their.ask("acme", [*ids, 1], max_tokens=12)
+    await clinic.their.ask("acme", [*ids[: BLOCK - 1], 99], max_tokens=2)
+    traffic = (await clinic.diagnosis()).now.traffic
+    assert traffic.reused > 0
+    assert traffic.reusable >= traffic.reused
+
+
 async def test_a_pool_that_is_too_small_is_found_in_a_real_server(clinic: Clinic) -> None:
     """The diagnosis would only know made-up figures."""
     their = clinic.their
