@@ -18,6 +18,31 @@ void add(StepBooks::Counter& counter, std::int64_t more) noexcept {
   counter.store(counter.load(std::memory_order_relaxed) + more, std::memory_order_relaxed);
 }
 
+void add(StepBooks::FitSums::Sum& sum, double more) noexcept {
+  sum.store(sum.load(std::memory_order_relaxed) + more, std::memory_order_relaxed);
+}
+
+// Tokens and keys that make a step about twice as large as one without any.
+constexpr double kTokensOfSize = 16.0;
+constexpr double kKeysOfSize = 16384.0;
+constexpr Nanoseconds kOutlier = 3;
+
+void add_fit(StepBooks::FitSums& sums, std::int64_t tokens, std::int64_t keys, Nanoseconds taken,
+             Nanoseconds expected) noexcept {
+  const Nanoseconds told = expected > 0 ? std::min(taken, kOutlier * expected) : taken;
+  const auto t = static_cast<double>(tokens);
+  const auto k = static_cast<double>(keys);
+  const double size = 1.0 + t / kTokensOfSize + k / kKeysOfSize;
+  const std::array<double, 3> features = {1.0 / size, t / size, k / size};
+  std::size_t place = 0;
+  for (std::size_t i = 0; i < features.size(); ++i) {
+    for (std::size_t j = i; j < features.size(); ++j) {
+      add(sums.products[place++], features[i] * features[j]);
+    }
+    add(sums.values[i], features[i] * static_cast<double>(told) / size);
+  }
+}
+
 void add_step(StepBooks::StepCounts& counts, Nanoseconds elapsed, std::int64_t tokens) noexcept {
   add(counts.steps, 1);
   add(counts.nanoseconds, elapsed);
@@ -75,6 +100,7 @@ void StepBooks::observe(const StepWork& work, std::int64_t decoding, std::int64_
     add(phase.sequences, decoding);
     if (work.prefill_tokens == 0) {
       add_step(batches_[batch_of(decoding)], elapsed, work.decode_tokens);
+      add_fit(fits_[kDecode], work.decode_tokens, work.decode_keys, elapsed, expected);
     }
   }
   if (work.prefill_tokens > 0) {
@@ -84,6 +110,8 @@ void StepBooks::observe(const StepWork& work, std::int64_t decoding, std::int64_
     add(phase.tokens, work.prefill_tokens);
     add(phase.keys, work.prefill_keys);
     add(phase.sequences, prompts);
+    add_fit(fits_[kPrefill], work.prefill_tokens, work.prefill_keys, elapsed - part,
+            std::max<Nanoseconds>(0, expected - part));
   }
   const Mixture mixture = work.prefill_tokens == 0  ? kDecodeOnly
                           : work.decode_tokens == 0 ? kPrefillOnly

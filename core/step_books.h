@@ -11,6 +11,7 @@
 //   batches    steps of decoding alone, by how many sequences do: nanoseconds, tokens, durations;
 //              what a step with prompts took says nothing of its batch
 //   forecast   what steps were expected to take, what they took, and how far off it was
+//   fits       sums from which the time of a phase's steps is fitted over any interval
 //   preempted  sequences that lost their blocks, by the reason
 //
 // One thread observes; any thread may read meanwhile, and finds each count as it was at some recent
@@ -69,6 +70,17 @@ class StepBooks {
     Counter off{0};  // how much more or less each took, added up
   };
 
+  // The normal equations of  nanoseconds = a + b * tokens + c * keys,  of a phase's steps: of
+  // decoding those without prompts, of prompts what their steps took beyond their decoding. A step's
+  // features and time are divided by its size, so that an error counts for its share; one that took
+  // three times as long as expected counts as three times as long, as in step_time.h. They only
+  // grow: what lies between two looks is an interval's.
+  struct FitSums {
+    using Sum = std::atomic<double>;
+    std::array<Sum, 6> products{};  // 1 x 1, 1 x tokens, 1 x keys, tokens^2, tokens x keys, keys^2
+    std::array<Sum, 3> values{};    // times 1, tokens, keys
+  };
+
   // A step of `work` took `elapsed`, of which its decoding was expected to take `decode` alone and
   // all of it `expected`; 0 if nothing was known. `decoding` and `prompts` are its sequences.
   void observe(const StepWork& work, std::int64_t decoding, std::int64_t prompts,
@@ -79,6 +91,7 @@ class StepBooks {
   const StepCounts& mixture(Mixture mixture) const noexcept { return mixtures_[mixture]; }
   const StepCounts& batch(std::size_t batch) const noexcept { return batches_[batch]; }
   const ForecastCounts& forecast() const noexcept { return forecast_; }
+  const FitSums& fit(Phase phase) const noexcept { return fits_[phase]; }
   std::int64_t preemptions(Preempted why) const noexcept { return preemptions_[why]; }
 
   // The part of a step's time that is its decoding's.
@@ -90,6 +103,7 @@ class StepBooks {
   std::array<StepCounts, kMixtures> mixtures_;
   std::array<StepCounts, kBatches> batches_;
   ForecastCounts forecast_;
+  std::array<FitSums, kPhases> fits_;
   std::array<Counter, kReasons> preemptions_{};
 };
 

@@ -55,6 +55,23 @@ Rows list_of(std::initializer_list<std::int64_t> values) {
   return row;
 }
 
+py::array_t<double> fits_of(const StepBooks& books) {
+  py::array_t<double> rows({static_cast<py::ssize_t>(StepBooks::kPhases), py::ssize_t{9}});
+  auto out = rows.mutable_unchecked<2>();
+  for (std::size_t i = 0; i < StepBooks::kPhases; ++i) {
+    const auto& sums = books.fit(static_cast<StepBooks::Phase>(i));
+    py::ssize_t column = 0;
+    const auto copy = [&](const auto& values) {
+      for (const auto& value : values) {
+        out(static_cast<py::ssize_t>(i), column++) = value.load(std::memory_order_relaxed);
+      }
+    };
+    copy(sums.products);
+    copy(sums.values);
+  }
+  return rows;
+}
+
 Rows bucket_bounds() {
   Rows rows(static_cast<py::ssize_t>(StepBooks::kBuckets - 1));
   for (std::size_t i = 0; i + 1 < StepBooks::kBuckets; ++i) {
@@ -94,6 +111,10 @@ void bind_step_books(py::module_& module) {
                             count_in(forecast.taken), count_in(forecast.off)});
           },
           "int64 [steps, expected nanoseconds, taken, sum of differences]")
+      .def_property_readonly(
+          "fits", &fits_of,
+          "float64 [decode, prefill][1 x 1, 1 x tokens, 1 x keys, tokens^2, tokens x keys, keys^2, "
+          "time x 1, time x tokens, time x keys]: normal equations of a step's nanoseconds")
       .def_property_readonly(
           "preemptions",
           [](const StepBooks& books) {

@@ -14,7 +14,7 @@ import gc
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 
 import structlog
@@ -42,6 +42,7 @@ from kvledger.prefix_metrics import PrefixMetrics
 from kvledger.public_prefixes import SERVER, compute_public_prefixes
 from kvledger.rpc.connections import KEEPALIVE, Keepalive
 from kvledger.rpc.diagnosis import DiagnosisServicer
+from kvledger.rpc.diagnosis_messages import Served
 from kvledger.rpc.front import Front
 from kvledger.rpc.generation import GenerationServicer
 from kvledger.rpc.ledger import LedgerServicer
@@ -91,8 +92,10 @@ class Server:
         model: ServedModel,
         keepalive: Keepalive = KEEPALIVE,
         peaks: MachinePeaks | None = None,
+        peaks_by_threads: Mapping[int, MachinePeaks] | None = None,
     ) -> None:
-        """`peaks` are what the machine can do at most; None where nobody measured it."""
+        """`peaks` are what the machine can do at most, None where nobody measured it;
+        `peaks_by_threads` the same with other numbers of threads."""
         self._settings = settings
         self._model = model
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -126,13 +129,14 @@ class Server:
             model.kv_format,
         )
         self._diagnosis = DiagnosisServicer(
-            setup_of(settings, model, peaks),
+            setup_of(settings, model, peaks, peaks_by_threads or {}),
             self._engine,
             self._traffic,
             self._reader,
             self._recent,
             kv_formats(model),
             self._crowd,
+            Served(model.id, model.fingerprint),
         )
         self._front = self._make_front(keepalive)
         self._metrics_listener: MetricsListener | None = None

@@ -1,5 +1,6 @@
 #include "core/step_books.h"
 
+#include <array>
 #include <cstdint>
 
 #include "tests/core/engine_driver.h"
@@ -143,4 +144,48 @@ TEST_CASE("a prompt waits for those that are computed before it") {
     CHECK(receipt.prefill_delayed < receipt.prefill);
     CHECK(receipt.prefill - receipt.prefill_delayed >= 4'000'000);
   }
+}
+
+TEST_CASE("the time of a phase's steps can be fitted from its sums") {
+  // If this fails, predictions of other batches and chunks are made of something else.
+  StepBooks books;
+  const auto decode = [](std::int64_t tokens, std::int64_t keys) {
+    return 5'000'000 + 300'000 * tokens + 50 * keys;
+  };
+  const auto prefill = [](std::int64_t tokens, std::int64_t keys) {
+    return 2'000'000 + 100'000 * tokens + 20 * keys;
+  };
+  for (std::int64_t i = 1; i <= 40; ++i) {
+    const std::int64_t tokens = 1 + i * 7 % 11;
+    const std::int64_t keys = tokens * (100 + i * 37 % 500);
+    const Nanoseconds alone = decode(tokens, keys);
+    books.observe({tokens, keys, 0, 0}, tokens, 0, alone, alone, alone);
+    const std::int64_t chunk = 16 + i * 13 % 70;
+    const std::int64_t read = keys_of_chunk(i * 29 % 300, chunk);
+    const Nanoseconds both = alone + prefill(chunk, read);
+    books.observe({tokens, keys, chunk, read}, tokens, 1, both, alone, both);
+  }
+  const auto check = [&](StepBooks::Phase phase, std::array<double, 3> weights) {
+    // The equations hold where the weights are those that made the times.
+    const auto& sums = books.fit(phase);
+    const std::size_t place[3][3] = {{0, 1, 2}, {1, 3, 4}, {2, 4, 5}};
+    for (std::size_t i = 0; i < 3; ++i) {
+      double value = 0.0;
+      for (std::size_t j = 0; j < 3; ++j) {
+        value += sums.products[place[i][j]].load() * weights[j];
+      }
+      CHECK(sums.values[i].load() == doctest::Approx(value).epsilon(1e-9));
+    }
+  };
+  check(StepBooks::kDecode, {5e6, 3e5, 50});
+  check(StepBooks::kPrefill, {2e6, 1e5, 20});
+}
+
+TEST_CASE("a step that was interrupted is no measure of what it computed") {
+  // If this fails, one pause of the machine spoils an interval's predictions.
+  StepBooks books;
+  books.observe({1, 10, 0, 0}, 1, 0, 1'000'000, 1'000'000, 1'000'000);
+  const double once = books.fit(StepBooks::kDecode).values[0].load();
+  books.observe({1, 10, 0, 0}, 1, 0, 900'000'000, 1'000'000, 1'000'000);
+  CHECK(books.fit(StepBooks::kDecode).values[0].load() == doctest::Approx(4 * once));
 }

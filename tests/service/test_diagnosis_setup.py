@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from server_harness import tiny
 
-from kvledger.diagnosis.setup import processors
+from kvledger.diagnosis.setup import processors, setup_of
+from kvledger.machine.peaks import MachinePeaks
+from kvledger.settings import load_settings
 
 
 @pytest.mark.parametrize(
@@ -30,3 +34,14 @@ def test_a_containers_limit_counts(tmp_path: Path, written: str, allowed: int | 
 def test_without_such_a_limit_it_is_the_processors(tmp_path: Path) -> None:
     """Most machines have none."""
     assert processors(tmp_path / "none") == len(os.sched_getaffinity(0))
+
+
+def test_only_what_was_measured_alone_is_a_measure() -> None:
+    """Threads would be judged by what other programs left of them."""
+    quiet = MachinePeaks(1e9, {"f32": 1e9}, 0.0, 0.99)
+    busy = replace(quiet, processor_share=0.5)
+    settings = load_settings(["--dev", "--threads", "2"])
+    setup = setup_of(settings, tiny(), quiet, {1: quiet, 4: busy})
+    assert setup.is_measured
+    assert set(setup.by_threads) == {1}
+    assert not setup_of(settings, tiny(), busy, {}).is_measured

@@ -12,7 +12,6 @@ from kvledger import _core
 from kvledger.diagnosis.counts import Counts, EngineCounts, PoolCounts, duration_quantile
 from kvledger.diagnosis.findings import findings
 from kvledger.diagnosis.observation import UNKNOWN, Observation, Setup, observe
-from kvledger.diagnosis.predictions import fit, predict
 from kvledger.diagnosis.traffic import (
     CLASSES,
     Crowd,
@@ -23,6 +22,7 @@ from kvledger.diagnosis.traffic import (
 )
 from kvledger.engine import EndReason
 from kvledger.machine.peaks import MachinePeaks
+from kvledger.machine.utilization import ProcessorTimes
 from kvledger.planning.floors import StepCosts
 from kvledger.streams import receipt_of_waiting
 
@@ -48,6 +48,8 @@ SETUP = Setup(
     prefill_step=0.05,
     tpot_target=None,
     reuses_prefixes=True,
+    kv_format="bf16",
+    by_threads={1: MachinePeaks.given(12e9, 100e9)},
 )
 
 
@@ -62,6 +64,7 @@ class Interval:
         self.phases = np.zeros((2, 5), np.int64)
         self.mixtures = np.zeros((3, 3 + 82), np.int64)
         self.batches = np.zeros((13, 3 + 82), np.int64)
+        self.fits = np.zeros((2, 9), np.float64)
         self.traffic = TrafficCounts()
         self.preemptions = np.zeros(3, np.int64)
         self.sampling = 0.0
@@ -71,6 +74,7 @@ class Interval:
     def decodes(self, steps: int, sequences: int, context: int, seconds: float) -> Interval:
         """Steps of decoding alone, of `seconds` each."""
         self._add(0, steps, sequences, sequences * context, sequences, seconds)
+        self._fit(0, steps, sequences, sequences * context, seconds)
         self._step(self.mixtures[0], steps, sequences, seconds)
         self._step(self.batches[(sequences - 1).bit_length()], steps, sequences, seconds)
         return self
@@ -78,6 +82,7 @@ class Interval:
     def prompts(self, steps: int, tokens: int, context: int, seconds: float) -> Interval:
         """Steps of one prompt's chunk alone."""
         self._add(1, steps, tokens, tokens * context, 1, seconds)
+        self._fit(1, steps, tokens, tokens * context, seconds)
         self._step(self.mixtures[1], steps, tokens, seconds)
         return self
 
@@ -87,6 +92,7 @@ class Interval:
         """Steps of both; `decode` is the part of their time that is decoding's."""
         self._add(0, steps, sequences, sequences * 200, sequences, decode)
         self._add(1, steps, tokens, tokens * 200, 1, seconds - decode)
+        self._fit(1, steps, tokens, tokens * 200, seconds - decode)
         self._step(self.mixtures[2], steps, sequences + tokens, seconds)
         return self
 
@@ -130,6 +136,13 @@ class Interval:
             [steps, round(steps * seconds * SECOND), steps * tokens, steps * keys, steps * rows]
         )
 
+    def _fit(self, phase: int, steps: int, tokens: int, keys: int, seconds: float) -> None:
+        """As core/step_books.h adds them up."""
+        features = np.array([1.0, tokens, keys]) / (1.0 + tokens / 16 + keys / 16384)
+        self.fits[phase, :6] += steps * np.outer(features, features)[np.triu_indices(3)]
+        told = seconds * SECOND / (1.0 + tokens / 16 + keys / 16384)
+        self.fits[phase, 6:] += steps * features * told
+
     def _step(self, row: np.ndarray, steps: int, tokens: int, seconds: float) -> None:
         row[:3] += np.array([steps, round(steps * seconds * SECOND), steps * tokens])
         row[3 + bucket(seconds)] += steps
@@ -144,9 +157,11 @@ class Interval:
             mixtures=self.mixtures,
             batches=self.batches,
             forecast=np.zeros(4, np.int64),
+            fits=self.fits,
             preemptions=self.preemptions,
             engine=EngineCounts(steps, steps, round(self.sampling * steps)),
             pool=PoolCounts(round(pool * (1 - self.live)), 0, round(pool * self.live), 0, 0),
+            processors=ProcessorTimes(54 * SECOND, 90 * SECOND, 120 * SECOND),
             traffic=self.traffic,
         )
 
@@ -442,42 +457,3 @@ def test_lengths_are_known_to_a_factor_of_two() -> None:
     assert class_quantile(counts, 0.5) == 8
     assert class_quantile(counts, 0.99) == 1024
     assert class_quantile(np.zeros(CLASSES, np.int64), 0.5) == 0
-
-
-# --- Predictions ------------------------------------------------------------------------------
-
-
-def test_more_sequences_are_predicted_from_batches_that_were_seen() -> None:
-    """The advice to raise the batch would promise what does not come."""
-    interval = Interval()
-    for sequences in (1, 2, 4, 8):
-        interval.decodes(100, sequences, 200, 0.008 + 0.001 * sequences)
-    model = fit(interval.seen, interval.counts)
-    assert model is not None
-    assert model.each == pytest.approx(0.001, rel=0.02)
-    assert model.decode_step(16) == pytest.approx(0.024, rel=0.05)
-    more = predict(model, interval.seen, {"bf16": 23_000})[0]
-    assert more.tokens_per_second is not None
-    assert more.tokens_per_second > model.sequences / model.decode_step(model.sequences)
-
-
-def test_a_smaller_kv_format_helps_where_kv_is_read() -> None:
-    """It would be recommended where nothing reads it."""
-    formats = {"bf16": 23_000, "int8": 12_000}
-
-    def gain(context: int) -> float:
-        interval = Interval().decodes(500, 8, context, 0.05)
-        model = fit(interval.seen, interval.counts)
-        assert model is not None
-        int8 = next(p for p in predict(model, interval.seen, formats) if p.change == "KV in int8")
-        assert int8.decode_step_seconds is not None
-        return 0.05 / int8.decode_step_seconds
-
-    assert gain(4000) > 1.5
-    assert gain(20) < 1.05
-
-
-def test_nothing_is_predicted_of_nothing() -> None:
-    """A server without traffic would be given advice."""
-    interval = Interval()
-    assert fit(interval.seen, interval.counts) is None

@@ -167,3 +167,29 @@ def test_an_instruction_set_that_is_none_is_refused() -> None:
     """A misspelt name would be a traceback."""
     with pytest.raises(SettingRefused, match="--instruction-set"):
         machine_peaks(1, "mmx")
+
+
+@pytest.mark.parametrize(
+    ("threads", "processors", "others"),
+    [(1, 1, []), (1, 2, [2]), (2, 2, [1]), (4, 8, [2, 8]), (4, 7, [2])],
+)
+def test_half_and_twice_the_threads_are_measured_too(
+    measured: list[Machine], threads: int, processors: int, others: list[int]
+) -> None:
+    """What other threads would do would be a guess."""
+    here = machine_peaks(threads, "portable")
+    found = kept_peaks.peaks_of_other_threads(here, "portable", processors)
+    assert sorted(found) == others
+    assert [machine.threads for machine in measured] == [threads, *others]
+    for number, other in found.items():
+        assert other.machine is not None
+        assert other.machine.threads == number
+
+
+def test_on_a_busy_machine_no_further_measurement_is_made(measured: list[Machine]) -> None:
+    """Every start would take seconds more, for figures that are thrown away."""
+    here = replace(machine_peaks(2, "portable"), processor_share=0.5)
+    assert kept_peaks.peaks_of_other_threads(here, "portable", 4) == {}
+    given = MachinePeaks.given(1e9, 1e10)
+    assert kept_peaks.peaks_of_other_threads(given, "portable", 4) == {}
+    assert len(measured) == 1

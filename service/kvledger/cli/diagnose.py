@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import grpc
 from google.protobuf import duration_pb2
-from google.protobuf.json_format import MessageToJson
+from google.protobuf.json_format import MessageToJson, Parse, ParseError
 
 from kvledger.address import operators_address
 from kvledger.cli.client import (
@@ -23,6 +24,7 @@ from kvledger.errors import SettingRefused
 from kvledger.v1 import diagnosis_pb2, diagnosis_pb2_grpc
 
 _TIMEOUT = 30.0
+_CHANGES = tuple(field.name.replace("_", "-") for field in diagnosis_pb2.Change.DESCRIPTOR.fields)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -39,15 +41,29 @@ def run(arguments: Sequence[str]) -> int:
     )
     parser.add_argument(
         "--against",
-        type=seconds,
-        metavar="S",
-        help="say also what changed since an interval that ended S seconds ago",
+        type=_then,
+        metavar="S|FILE",
+        help="say also what changed since an interval that ended S seconds ago; or since a "
+        "diagnosis that --json wrote into a file, and how its predictions turned out",
+    )
+    parser.add_argument(
+        "--if",
+        dest="what_if",
+        action="append",
+        default=[],
+        type=_change,
+        metavar="NAME=VALUE",
+        help=f"say what this would do, too; NAME is one of {', '.join(_CHANGES)}",
     )
     parser.add_argument("--json", action="store_true", help="as the contract names things")
     options = parser.parse_args(list(arguments))
-    request = diagnosis_pb2.DiagnoseRequest(interval=_duration(options.interval))
-    if options.against is not None:
+    request = diagnosis_pb2.DiagnoseRequest(
+        interval=_duration(options.interval), what_if=options.what_if
+    )
+    if isinstance(options.against, float):
         request.against.CopyFrom(_duration(options.against))
+    elif options.against is not None:
+        request.earlier.CopyFrom(options.against)
     try:
         shown = identity(options)
         with channel(options) as connection:
@@ -78,6 +94,44 @@ def seconds(text: str) -> float:
     if not 1.0 <= value <= 86_400.0:
         raise argparse.ArgumentTypeError(f"{text} is not from 1 to 86400")
     return value
+
+
+def _then(text: str) -> float | diagnosis_pb2.Diagnosis:
+    """An earlier time: seconds ago, or a file that `--json` wrote."""
+    try:
+        return seconds(text)
+    except ValueError:
+        pass
+    try:
+        written = Parse(Path(text).read_text("utf-8"), diagnosis_pb2.DiagnoseResponse())
+    except OSError as error:
+        raise argparse.ArgumentTypeError(
+            f"{text} is no number of seconds, and no file that can be read: {error.strerror}"
+        ) from None
+    except (ParseError, UnicodeDecodeError):
+        raise argparse.ArgumentTypeError(
+            f"{text} holds no diagnosis; write one with: kvledger diagnose --json > {text}"
+        ) from None
+    if not written.HasField("now"):
+        raise argparse.ArgumentTypeError(f"{text} holds a diagnosis of nothing")
+    return written.now
+
+
+def _change(text: str) -> diagnosis_pb2.Change:
+    """What `--if` asks about."""
+    name, _, value = text.partition("=")
+    if name not in _CHANGES or not value:
+        raise argparse.ArgumentTypeError(
+            f"{text} is not NAME=VALUE with a name of {', '.join(_CHANGES)}"
+        )
+    kind = name.replace("-", "_")
+    if kind == "kv_format":
+        return diagnosis_pb2.Change(kv_format=value)
+    if not value.isdecimal() or not 0 < int(value) < 1 << 32:
+        raise argparse.ArgumentTypeError(f"{text}: {value} is not a whole number above 0")
+    change = diagnosis_pb2.Change()
+    setattr(change, kind, int(value))
+    return change
 
 
 def explained(error: grpc.RpcError, server: str) -> str:
@@ -115,6 +169,7 @@ def _lines(response: diagnosis_pb2.DiagnoseResponse) -> Iterator[str]:
         f"of it. Waterline {_percent(now.waterline)}, cached {_percent(now.cached)} of the pool."
     )
     yield from _phases(now)
+    yield now.utilization_explained
     yield from _traffic(now.traffic)
     if now.predictions:
         yield ""
@@ -124,6 +179,13 @@ def _lines(response: diagnosis_pb2.DiagnoseResponse) -> Iterator[str]:
         yield ""
         yield "Since then:"
         yield from (f"  {line}" for line in response.changes)
+    for outcome in response.outcomes:
+        yield f"How the prediction for {outcome.change} turned out:"
+        yield from (
+            f"  {_name(figure.name)}: {figure.predicted:.3g} predicted, {figure.came:.3g} came "
+            f"({figure.predicted / figure.came - 1:+.0%})"
+            for figure in outcome.figures
+        )
 
 
 def _phases(now: diagnosis_pb2.Diagnosis) -> Iterator[str]:
@@ -170,10 +232,19 @@ def _predictions(predictions: Sequence[diagnosis_pb2.Prediction]) -> Iterator[st
             parts.append(f"{each.tokens_per_second:.0f} tokens/s")
         if each.HasField("prefill_tokens_per_second"):
             parts.append(f"prompts {each.prefill_tokens_per_second:.0f} tokens/s")
+        if each.HasField("requests_per_second"):
+            parts.append(f"{each.requests_per_second:.3g} requests/s at most")
+        if each.HasField("longest_step_seconds"):
+            parts.append(f"longest step {_ms(each.longest_step_seconds)} ms")
         if each.HasField("sequences"):
             parts.append(f"{each.sequences} sequences fit")
         caution = f" ({each.caution})" if each.caution else ""
-        yield f"  {each.change}: {', '.join(parts)}; helps {each.helps}{caution}"
+        helps = "" if each.helps == "none" else f"; helps {each.helps}"
+        yield f"  {each.change}: {', '.join(parts)}{helps}{caution}"
+
+
+def _name(figure: str) -> str:
+    return figure.replace("_per_second", " a second").replace("_", " ")
 
 
 def _percent(share: float) -> str:

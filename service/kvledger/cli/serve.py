@@ -44,7 +44,9 @@ def run(arguments: Sequence[str]) -> int:
             model = load(settings, _say)
             tell_history(settings, model)
             warn_unless_reused(settings, model)
-            return await Server(settings, model, peaks=_peaks(settings)).run()
+            peaks = _peaks(settings)
+            others = _peaks_of_other_threads(settings, peaks)
+            return await Server(settings, model, peaks=peaks, peaks_by_threads=others).run()
 
         status = event_loop.run(serve())
         if status == BROKE:
@@ -62,6 +64,17 @@ def _peaks(settings: Settings) -> MachinePeaks | None:
     from kvledger.machine.kept_peaks import machine_peaks
 
     return machine_peaks(settings.kernel_threads, settings.instruction_set, say=_say)
+
+
+def _peaks_of_other_threads(
+    settings: Settings, peaks: MachinePeaks | None
+) -> dict[int, MachinePeaks]:
+    if peaks is None:
+        return {}
+    from kvledger.diagnosis.setup import processors
+    from kvledger.machine.kept_peaks import peaks_of_other_threads
+
+    return peaks_of_other_threads(peaks, settings.instruction_set, processors(), say=_say)
 
 
 def _say(line: str) -> None:

@@ -9,8 +9,10 @@ import numpy.typing as npt
 
 from kvledger import _core
 from kvledger.diagnosis.traffic import TrafficCounts
+from kvledger.machine.utilization import ProcessorTimes
 
 Counts64 = npt.NDArray[np.int64]
+Sums64 = npt.NDArray[np.float64]
 
 DECODE, PREFILL = 0, 1
 DECODE_ONLY, PREFILL_ONLY, BOTH = 0, 1, 2
@@ -47,13 +49,15 @@ class Counts:
     """Everything, at one moment."""
 
     at: int  # time.monotonic_ns()
-    phases: Counts64  # as in core/step_books.h, like the four that follow
+    phases: Counts64  # as in core/step_books.h, like the five that follow
     mixtures: Counts64
     batches: Counts64
     forecast: Counts64
+    fits: Sums64
     preemptions: Counts64
     engine: EngineCounts
     pool: PoolCounts
+    processors: ProcessorTimes
     traffic: TrafficCounts
 
     @classmethod
@@ -72,9 +76,11 @@ class Counts:
             books.mixtures,
             books.batches,
             books.forecast,
+            books.fits,
             books.preemptions,
             engine,
             pool,
+            ProcessorTimes.now(),
             traffic.copy(),
         )
 
@@ -86,6 +92,7 @@ class Counts:
             mixtures=self.mixtures - before.mixtures,
             batches=self.batches - before.batches,
             forecast=self.forecast - before.forecast,
+            fits=self.fits - before.fits,
             preemptions=self.preemptions - before.preemptions,
             engine=EngineCounts(
                 *(
@@ -103,6 +110,7 @@ class Counts:
                     )
                 )
             ),
+            processors=self.processors.since(before.processors),
             traffic=self.traffic.since(before.traffic),
         )
 

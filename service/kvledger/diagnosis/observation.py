@@ -7,6 +7,7 @@ helps the one seldom helps the other. Bytes and operations are the least that th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -43,6 +44,9 @@ class Setup:
     prefill_step: float
     tpot_target: float | None
     reuses_prefixes: bool
+    kv_format: str
+    # What this machine can do with other numbers of threads, where that was measured.
+    by_threads: Mapping[int, MachinePeaks]
 
     @property
     def is_measured(self) -> bool:
@@ -123,6 +127,11 @@ class Observation:
     cached: float
     preempted: int
     forecast_error: float | None  # of a step's time, on average
+    # Of the processors' time, what the operating system counted as used: by this process, of those
+    # that it may use; and of the machine by anybody, None where that is not counted.
+    utilization: float
+    machine_utilization: float | None
+    processors_of_machine: int | None
     traffic: TrafficCounts
 
     @property
@@ -205,6 +214,11 @@ def observe(setup: Setup, counts: Counts) -> Observation:
         cached=counts.pool.cached / pool_time,
         preempted=int(counts.preemptions.sum()),
         forecast_error=off / taken if steps and taken else None,
+        utilization=counts.processors.own / (max(1, counts.at) * setup.processors),
+        machine_utilization=counts.processors.busy / counts.processors.whole
+        if counts.processors.whole > 0
+        else None,
+        processors_of_machine=round(counts.processors.whole / max(1, counts.at)) or None,
         traffic=counts.traffic,
     )
 

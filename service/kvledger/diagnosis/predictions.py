@@ -1,202 +1,393 @@
-"""What a change would do to the steps: how long one takes, and how many tokens a second come.
+"""What a change would do to the steps: how long one takes, how many tokens a second come, how many
+requests can be answered.
 
-A step takes longer than its floor (planning/floors.py) by what kernels, bookkeeping and the machine
-add. That factor is taken from the interval itself, apart for each phase, and held: what a change
-does is what it does to the floor. Where batches of several sizes were seen, how the time grows with
-the batch is taken from them instead of from the floor. Good for changes of a few times the present;
-what they turned out to be says how good (`kvledger diagnose --against`).
+How long steps take is fitted to the interval (step_fit.py). A change of what a step computes is
+another place on the same line; a change of the machine or of the KV format moves the line by what
+it does to the floors. How many requests run at a time follows from how many are here: nobody can
+decode who has not come. `kvledger diagnose --against FILE` says how a prediction turned out, and
+docs/benchmarks.md how good they are over a set of changes.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
-import numpy as np
-
-from kvledger.diagnosis.counts import Counts
+from kvledger.diagnosis.counts import DECODE, PREFILL, Counts
 from kvledger.diagnosis.observation import Observation, Setup
-from kvledger.planning.floors import StepCosts
+from kvledger.diagnosis.step_fit import (
+    PhaseFit,
+    decode_floor,
+    fit_phase,
+)
+
+# Requests that ended, from which an interval tells what one takes.
+_ENDED_LEAST = 3
+# Of the pool's blocks, those that can be live at a time: the last ones are seldom got.
+_POOL_USABLE = 0.95
+
+Kind = Literal[
+    "more_sequences",
+    "max_sequences",
+    "token_budget",
+    "kv_blocks",
+    "threads",
+    "kv_format",
+    "replicas",
+]
+
+
+@dataclass(frozen=True)
+class Change:
+    """One thing that an operator could do."""
+
+    kind: Kind
+    value: int | str
+
+    @property
+    def words(self) -> str:
+        """As people say it."""
+        if self.kind == "more_sequences":
+            return f"{self.value} more sequences at a time"
+        if self.kind == "kv_format":
+            return f"KV in {self.value}"
+        if self.kind == "replicas":
+            return f"{self.value} replicas, with an equal part of the traffic each"
+        return f"--{self.kind.replace('_', '-')} {self.value}"
 
 
 @dataclass(frozen=True)
 class Prediction:
     """What a change would come to."""
 
-    change: str  # in words
+    change: Change
     helps: str  # "prefill", "decode", "both" or "none"
-    decode_step_seconds: float | None  # of a step of decoding alone
+    decode_step_seconds: float | None  # on average
     tokens_per_second: float | None  # of all streams, while they decode
     prefill_tokens_per_second: float | None
+    requests_per_second: float | None  # answered, if there are always enough
+    longest_step_seconds: float | None  # one with as many prompt tokens as it may have
     sequences: int | None  # that fit, with the context of now
     caution: str = ""
 
 
 @dataclass(frozen=True)
+class Work:
+    """What runs: the figures that a change changes."""
+
+    decode: PhaseFit
+    prefill: PhaseFit | None
+    sequences: float  # that decode in a step
+    context: float  # tokens before each token
+    # Of a request, on average: tokens that are made in decode steps, prompt tokens that are
+    # computed, the keys that these read, and the steps in which they are computed. None where too
+    # few ended.
+    request: Request | None
+    chunk_most: float  # prompt tokens that a step has at most
+
+    @property
+    def decode_step(self) -> float:
+        """Seconds, on average."""
+        return self.decode.seconds(self.sequences, self.sequences * self.context)
+
+    @property
+    def prefill_rate(self) -> float | None:
+        """Prompt tokens a second."""
+        if self.prefill is None or self.request is None:
+            return None
+        seconds = self._prefill_seconds(self.prefill, self.request)
+        return self.request.prompt / seconds if seconds > 0.0 else None
+
+    @property
+    def requests_rate(self) -> float | None:
+        """Requests a second while a step runs."""
+        if self.request is None or self.sequences <= 0.0:
+            return None
+        seconds = self.request.output * self.decode_step / self.sequences
+        if self.prefill is not None:
+            seconds += self._prefill_seconds(self.prefill, self.request)
+        return 1.0 / seconds if seconds > 0.0 else None
+
+    @property
+    def longest_step(self) -> float | None:
+        """Seconds of a step in which all decode and a prompt has its most tokens."""
+        if self.prefill is None:
+            return None
+        keys = self.chunk_most * (self.chunk_most + 1) / 2
+        return self.decode_step + self.prefill.seconds(self.chunk_most, keys)
+
+    @staticmethod
+    def _prefill_seconds(fit: PhaseFit, request: Request) -> float:
+        return fit.fixed * request.chunks + fit.token * request.prompt + fit.key * request.keys
+
+
+@dataclass(frozen=True)
+class Request:
+    """See Work."""
+
+    output: float
+    prompt: float
+    keys: float
+    chunks: float
+
+
+@dataclass(frozen=True)
+class Crowd:
+    """Requests in the core while a step runs, on average."""
+
+    here: float
+    running: float
+    # Blocks of one that runs.
+    blocks: float
+
+
+@dataclass(frozen=True)
 class Model:
-    """How long steps take here: fitted to an interval."""
+    """What an interval says of the server."""
 
     setup: Setup
-    sequences: float  # decoding, now
-    context: float  # tokens of each
-    # Seconds of a decode step by its sequences: a + b x sequences.
-    fixed: float
-    each: float
-    # What a prompt token takes, over its floor.
-    prefill_factor: float | None
-    prefill_tokens: float  # in a step, now
+    work: Work
+    crowd: Crowd
+    # Of the steps' time, what kernels took; choosing tokens and bookkeeping are the rest.
+    kernels_share: float
+    # Of a decode step's kernels, the part in which memory is what binds.
+    memory_share: float
+    prefill_chunk: float  # prompt tokens in a step that has any, on average
 
-    def decode_step(self, sequences: float) -> float:
-        """Seconds of a step in which so many decode."""
-        return self.fixed + self.each * sequences
-
-    def prefill_rate(self, costs: StepCosts, chunk: int) -> float | None:
-        """Prompt tokens a second, in steps of so many."""
-        if self.prefill_factor is None or chunk < 1:
-            return None
-        return chunk / (self.prefill_factor * costs.prefill(chunk, chunk).seconds)
+    @property
+    def fits(self) -> float:
+        """Sequences of the context of now that the pool holds."""
+        return self.setup.blocks * self.setup.block_tokens / max(1.0, self.work.context)
 
 
 def fit(seen: Observation, counts: Counts) -> Model | None:
     """The model of an interval; None where nobody decoded in it."""
-    setup, costs = seen.setup, seen.setup.costs
-    if seen.decode.tokens == 0 or seen.decode.steps == 0:
+    costs = seen.setup.costs
+    decode = fit_phase(counts, DECODE, costs)
+    if decode is None or seen.decode.tokens == 0:
         return None
-    sequences = seen.decode.tokens / seen.decode.steps
-    context = seen.decode.keys / seen.decode.tokens
-    now = seen.decode.seconds / seen.decode.steps
-    lines = _batch_line(counts)
-    floor = costs.decode(max(1, round(sequences)), context)
-    if lines is not None and lines[1] > 0:
-        each = lines[1]
-    else:
-        one, two = costs.decode(1, context).seconds, costs.decode(2, context).seconds
-        each = (two - one) * now / floor.seconds
-    each = min(each, now / sequences)
-    prefill = seen.prefill
-    factor = None
-    if prefill.tokens > 0 and prefill.seconds > 0:
-        chunk = max(1, round(prefill.tokens_per_step))
-        alone = costs.prefill(chunk, chunk).seconds * prefill.tokens / chunk
-        factor = prefill.seconds / alone if alone > 0 else None
+    work = Work(
+        decode=decode,
+        prefill=fit_phase(counts, PREFILL, costs),
+        sequences=seen.decode.tokens / seen.decode.steps,
+        context=seen.decode.keys / seen.decode.tokens,
+        request=_request(seen),
+        chunk_most=_chunk_most(seen),
+    )
     return Model(
-        setup=setup,
-        sequences=sequences,
-        context=context,
-        fixed=now - each * sequences,
-        each=each,
-        prefill_factor=factor,
-        prefill_tokens=prefill.tokens_per_step,
+        setup=seen.setup,
+        work=work,
+        crowd=_crowd(seen),
+        kernels_share=min(1.0, seen.forward_seconds / seen.step_seconds)
+        if seen.step_seconds
+        else 1.0,
+        memory_share=min(1.0, seen.decode.memory_share) if seen.setup.is_measured else 0.5,
+        prefill_chunk=seen.prefill.tokens_per_step,
     )
 
 
-def _batch_line(counts: Counts) -> tuple[float, float] | None:
-    """How a decode step's seconds grow with its sequences, over the classes seen; weighted."""
-    points = []
-    for row in counts.batches:
-        steps, nanoseconds, tokens = (int(value) for value in row[:3])
-        if steps >= 10:
-            points.append((tokens / steps, nanoseconds / steps / 1e9, steps))
-    if len(points) < 3:
+def _request(seen: Observation) -> Request | None:
+    ended = seen.traffic.ended
+    if ended < _ENDED_LEAST:
         return None
-    sizes, seconds, weights = (
-        np.array(column, dtype=np.float64) for column in zip(*points, strict=True)
+    return Request(
+        output=seen.decode.tokens / ended,
+        prompt=seen.prefill.tokens / ended,
+        keys=seen.prefill.keys / ended,
+        chunks=seen.prefill.steps / ended,
     )
-    slope, fixed = np.polyfit(sizes, seconds, 1, w=np.sqrt(weights))
-    return float(fixed), float(slope)
 
 
-def predict(model: Model, seen: Observation, formats: dict[str, int]) -> list[Prediction]:
-    """What changes would do; `formats` are bytes of a token by KV format that the build has."""
+def _chunk_most(seen: Observation) -> float:
+    """Prompt tokens that a step may have: the budget, unless prompts are in smaller ones."""
+    budget = float(seen.setup.token_budget)
+    mean = seen.computed_prompt
+    # Long prompts fill their steps, so if they do not, a limit in time is what binds.
+    if mean > 2 * budget and seen.prefill.tokens_per_step < 0.5 * budget:
+        return max(1.0, seen.prefill.tokens_per_step)
+    return budget
+
+
+def _crowd(seen: Observation) -> Crowd:
+    traffic, busy = seen.traffic, seen.step_seconds * 1e9
+    if busy <= 0.0:
+        return Crowd(0.0, 0.0, 0.0)
+    here = max(0, traffic.open_time - traffic.held_time)
+    running = max(0, here - traffic.waiting_time)
+    live = seen.waterline * seen.setup.blocks * seen.seconds * 1e9
+    return Crowd(here / busy, running / busy, live / running if running > 0 else 0.0)
+
+
+# --- Changes ----------------------------------------------------------------------------------
+
+
+def predict(
+    model: Model, formats: Mapping[str, int], asked: tuple[Change, ...] = ()
+) -> list[Prediction]:
+    """What changes would do: those that were asked about first, then the usual ones.
+
+    `formats` are bytes of a token by KV format that the build has.
+    """
+    changes = list(dict.fromkeys((*asked, *_usual(model, formats))))
+    found = (predicted(model, change, formats) for change in changes)
+    return [prediction for prediction in found if prediction is not None]
+
+
+def _usual(model: Model, formats: Mapping[str, int]) -> list[Change]:
     setup = model.setup
-    fits = setup.blocks * setup.block_tokens / max(1.0, model.context)
-    now = model.decode_step(model.sequences)
-    rate = model.prefill_rate(setup.costs, max(1, round(model.prefill_tokens)))
-    half = max(1.0, model.sequences / 2)  # of a step that runs somebody decodes
-    return [
-        _more_sequences(model, fits, rate),
-        _larger_pool(model, fits, now, rate),
-        *_chunks(model, now, rate),
-        *_formats(model, formats, fits, rate),
-        Prediction(
-            "one more replica, with half of the traffic each",
-            "both",
-            model.decode_step(half),
-            2 * half / model.decode_step(half) if model.sequences >= 2 else None,
-            2 * rate if rate is not None else None,
-            round(2 * fits),
-        ),
+    changes = [Change("more_sequences", 8), Change("kv_blocks", 2 * setup.blocks)]
+    changes += [
+        Change("token_budget", budget)
+        for budget in (setup.token_budget // 2, setup.token_budget * 2)
+        if budget >= 1
     ]
+    changes += [Change("threads", threads) for threads in sorted(setup.by_threads)]
+    changes += [Change("kv_format", name) for name in formats if name != setup.kv_format]
+    return [*changes, Change("replicas", 2)]
 
 
-def _more_sequences(model: Model, fits: float, rate: float | None) -> Prediction:
-    more = model.sequences + 8
-    step = model.decode_step(more)
-    caution = "" if more <= fits else f"only {fits:.0f} of this context fit into the pool"
+def predicted(model: Model, change: Change, formats: Mapping[str, int]) -> Prediction | None:
+    """What a change would do; None where nothing is known about it."""
+    if isinstance(change.value, str):
+        return _other_format(model, change, formats)
+    if change.kind == "more_sequences":
+        return _sequences(model, change, model.work.sequences + change.value)
+    if change.kind == "max_sequences":
+        return _sequences(model, change, _sharing(model, change.value, model.setup.blocks))
+    if change.kind == "kv_blocks":
+        return _pool(model, change, change.value)
+    if change.kind == "token_budget":
+        return _chunks(model, change, change.value)
+    if change.kind == "threads":
+        return _threads(model, change, change.value)
+    if change.kind == "replicas":
+        return _replicas(model, change, change.value)
+    return None
+
+
+def _told(change: Change, helps: str, work: Work, fits: float | None, caution: str) -> Prediction:
     return Prediction(
-        f"8 more sequences at a time ({more:.0f})",
-        "decode",
-        step,
-        more / step,
-        rate,
-        round(fits),
+        change,
+        helps,
+        work.decode_step,
+        work.sequences / work.decode_step,
+        work.prefill_rate,
+        work.requests_rate,
+        work.longest_step,
+        None if fits is None else math.floor(fits),
         caution,
     )
 
 
-def _larger_pool(model: Model, fits: float, now: float, rate: float | None) -> Prediction:
-    return Prediction(
-        "a KV pool of twice the size",
-        "both",
-        now,
-        model.sequences / now,
-        rate,
-        round(2 * fits),
-        "steps stay as they are; it helps where requests wait for blocks or lose them",
+def _sharing(model: Model, most: int, blocks: int) -> float:
+    """Sequences that decode in a step, with so many places and blocks and the requests of now."""
+    crowd = model.crowd
+    if crowd.running <= 0.0:
+        return min(float(most), model.work.sequences)
+    room = _POOL_USABLE * blocks / crowd.blocks if crowd.blocks > 0.0 else math.inf
+    running = min(crowd.here, float(most), room)
+    return max(1.0, model.work.sequences * running / crowd.running)
+
+
+def _sequences(model: Model, change: Change, sequences: float) -> Prediction:
+    caution = ""
+    if sequences > model.fits:
+        caution = f"only {model.fits:.0f} of this context fit into the pool"
+    elif change.kind == "max_sequences" and sequences < 0.9 * int(change.value):
+        caution = f"with as many requests as now {sequences:.1f} decode at a time"
+    return _told(change, "decode", replace(model.work, sequences=sequences), model.fits, caution)
+
+
+def _pool(model: Model, change: Change, blocks: int) -> Prediction:
+    sequences = _sharing(model, model.setup.sequences_max, blocks)
+    is_same = abs(sequences - model.work.sequences) < 0.05 * model.work.sequences
+    return _told(
+        change,
+        "none" if is_same else "both",
+        replace(model.work, sequences=sequences),
+        model.fits * blocks / model.setup.blocks,
+        "the requests of now would not use it; it helps where requests wait for blocks or lose them"
+        if is_same
+        else "what fewer lost blocks save comes on top",
     )
 
 
-def _chunks(model: Model, now: float, rate: float | None) -> list[Prediction]:
-    found = []
-    for word, chunk in (("half", model.prefill_tokens / 2), ("twice", model.prefill_tokens * 2)):
-        tokens = max(1, min(round(chunk), model.setup.token_budget))
-        if rate is None or tokens == round(model.prefill_tokens):
-            continue
-        found.append(
-            Prediction(
-                f"prompts in chunks of {word} the size ({tokens} tokens)",
-                "prefill",
-                now,
-                model.sequences / now,
-                model.prefill_rate(model.setup.costs, tokens),
-                None,
-                "decode steps alone stay as they are; steps with prompts change with the chunk",
-            )
-        )
-    return found
+def _chunks(model: Model, change: Change, budget: int) -> Prediction:
+    work, now = model.work, model.setup.token_budget
+    most = min(float(budget), work.chunk_most) if work.chunk_most < now else float(budget)
+    caution = "decode steps alone stay as they are; the longest step changes with the chunk"
+    request = work.request
+    if request is not None and request.prompt > 0.0:
+        # As many more or fewer as the same prompt has alone.
+        had, gets = (math.ceil(request.prompt / size) for size in (work.chunk_most, most))
+        request = replace(request, chunks=request.chunks * gets / had)
+    if most == work.chunk_most:
+        caution = "prompts are in smaller chunks already, because of a limit in time"
+    changed = replace(work, request=request, chunk_most=most)
+    return _told(change, "prefill" if budget > now else "none", changed, None, caution)
 
 
-def _formats(
-    model: Model, formats: dict[str, int], fits: float, rate: float | None
-) -> list[Prediction]:
+def _threads(model: Model, change: Change, threads: int) -> Prediction | None:
+    setup = model.setup
+    other = setup.by_threads.get(threads)
+    if other is None or not setup.is_measured:
+        return None
+    peaks = setup.costs.peaks
+    arithmetic = peaks.operations("f32") / other.operations("f32")
+    reading = peaks.read_bytes_per_second / other.read_bytes_per_second
+    # What memory does not bind goes with the arithmetic, and so does what reads less than it could.
+    memory = model.memory_share
+    kernels = model.kernels_share
+    decode = kernels * (memory * reading + (1 - memory) * arithmetic) + 1 - kernels
+    prefill = kernels * arithmetic + 1 - kernels
+    work = model.work
+    changed = replace(
+        work,
+        decode=work.decode.times(decode, decode, decode),
+        prefill=work.prefill.times(prefill, prefill, prefill) if work.prefill else None,
+    )
+    helps = "both" if threads > setup.threads else "none"
+    return _told(change, helps, changed, model.fits, "")
+
+
+def _replicas(model: Model, change: Change, replicas: int) -> Prediction:
+    part = max(1.0, model.work.sequences / replicas)  # of a step that runs somebody decodes
+    work = replace(model.work, sequences=part)
+    one = _told(change, "both", work, model.fits, "the figures are of all replicas together")
+
+    def all_of(value: float | None) -> float | None:
+        return None if value is None else replicas * value
+
+    busy = model.work.sequences >= replicas
+    return replace(
+        one,
+        tokens_per_second=all_of(one.tokens_per_second) if busy else None,
+        prefill_tokens_per_second=all_of(one.prefill_tokens_per_second),
+        requests_per_second=all_of(one.requests_per_second) if busy else None,
+        sequences=math.floor(replicas * model.fits),
+    )
+
+
+def _other_format(model: Model, change: Change, formats: Mapping[str, int]) -> Prediction | None:
+    assert isinstance(change.value, str)
+    token_bytes = formats.get(change.value)
+    if token_bytes is None:
+        return None
     costs = model.setup.costs
-    sequences = max(1, round(model.sequences))
-    before = costs.decode(sequences, model.context).seconds
-    found = []
-    for name, token_bytes in formats.items():
-        if token_bytes == costs.kv_token_bytes:
-            continue
-        other = replace(costs, kv_token_bytes=token_bytes)
-        step = model.decode_step(model.sequences)
-        step *= other.decode(sequences, model.context).seconds / before
-        found.append(
-            Prediction(
-                f"KV in {name}",
-                "decode",
-                step,
-                model.sequences / step,
-                rate,
-                round(fits * costs.kv_token_bytes / token_bytes),
-                "what it costs in accuracy is not said here",
-            )
-        )
-    return found
+    other = replace(costs, kv_token_bytes=token_bytes)
+    before, after = decode_floor(costs), decode_floor(other)
+    work = model.work
+    changed = replace(
+        work,
+        decode=work.decode.times(1.0, 1.0, after.key / before.key),
+    )
+    less = token_bytes < costs.kv_token_bytes
+    return _told(
+        change,
+        "decode" if less else "none",
+        changed,
+        model.fits * costs.kv_token_bytes / token_bytes,
+        "what it costs in accuracy is not said here",
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from kvledger import _core
@@ -13,8 +14,14 @@ from kvledger.served_model import ServedModel
 from kvledger.settings import Settings
 
 
-def setup_of(settings: Settings, model: ServedModel, peaks: MachinePeaks | None) -> Setup:
-    """`peaks` are None where nobody measured the machine.
+def setup_of(
+    settings: Settings,
+    model: ServedModel,
+    peaks: MachinePeaks | None,
+    by_threads: Mapping[int, MachinePeaks],
+) -> Setup:
+    """`peaks` are None where nobody measured the machine; `by_threads` are its peaks with other
+    numbers of threads.
 
     What was measured beside other programs is too little, and no measure.
     """
@@ -33,6 +40,10 @@ def setup_of(settings: Settings, model: ServedModel, peaks: MachinePeaks | None)
         prefill_step=settings.prefill_step,
         tpot_target=settings.tpot_target,
         reuses_prefixes=settings.reuses_prefixes,
+        kv_format=model.kv_format,
+        by_threads={
+            threads: other for threads, other in by_threads.items() if not other.is_disturbed
+        },
     )
 
 

@@ -55,6 +55,25 @@ def machine_peaks(
     return peaks
 
 
+def peaks_of_other_threads(
+    peaks: MachinePeaks,
+    instruction_set: str,
+    processors: int,
+    *,
+    say: Callable[[str], None] = lambda line: None,
+) -> dict[int, MachinePeaks]:
+    """The peaks with half and twice the threads of `peaks`, as far as there are processors for
+    them: what a diagnosis needs to say what other threads would do.
+
+    Empty where `peaks` were not measured or were measured beside other programs: so would these be.
+    """
+    if peaks.machine is None or peaks.is_disturbed:
+        return {}
+    threads = peaks.machine.threads
+    numbers = [number for number in (threads // 2, 2 * threads) if 1 <= number <= processors]
+    return {number: machine_peaks(number, instruction_set, say=say) for number in numbers}
+
+
 def peaks_file(machine: Machine) -> Path:
     """Where the figures of a machine are kept."""
     text = f"{machine.processor} {machine.threads} threads {machine.instruction_set}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import grpc
@@ -16,14 +16,16 @@ from kvledger.books.reader import BooksReader
 from kvledger.books.recent import RecentRequests
 from kvledger.books.snapshot import Snapshot
 from kvledger.diagnosis.counts import Counts, EngineCounts, PoolCounts
-from kvledger.diagnosis.diagnosis import Diagnosis, changes, diagnose
+from kvledger.diagnosis.diagnosis import Diagnosis, diagnose
 from kvledger.diagnosis.findings import percent
 from kvledger.diagnosis.history import GRAIN, History
-from kvledger.diagnosis.observation import PhaseFigures, Setup
+from kvledger.diagnosis.observation import Setup
+from kvledger.diagnosis.predictions import Change
 from kvledger.diagnosis.traffic import Crowd, Traffic
 from kvledger.engine import Engine
 from kvledger.errors import BooksUnavailable, FieldViolation, InvalidRequest, RequestUnknown
 from kvledger.rpc.calls import this_call
+from kvledger.rpc.diagnosis_messages import Served, changes_of, compare, fill
 from kvledger.rpc.errors import abort
 from kvledger.rpc.translation import duration
 from kvledger.tenants.roles import Role
@@ -50,10 +52,12 @@ class DiagnosisServicer(diagnosis_pb2_grpc.DiagnosisServiceServicer):
         recent: RecentRequests,
         formats: Mapping[str, int],
         crowd: Callable[[], Crowd],
+        served: Served,
     ) -> None:
         """`formats` are bytes of a token by the KV formats that the build has; `crowd` is who is
         here now."""
         self._crowd = crowd
+        self._served = served
         self._setup = setup
         self._engine = engine
         self._traffic = traffic
@@ -80,19 +84,24 @@ class DiagnosisServicer(diagnosis_pb2_grpc.DiagnosisServiceServicer):
         try:
             seconds = _seconds(request.interval, "interval", _INTERVAL)
             asked = request.HasField("against")
+            if asked and request.HasField("earlier"):
+                raise InvalidRequest(FieldViolation("earlier", "is set beside against"))
             ago = _seconds(request.against, "against", _INTERVAL) if asked else 0.0
+            what_if = changes_of(request.what_if)
             now = self._counts(await self._reader.read())
-            diagnosis = self._diagnose(now, seconds)
+            diagnosis = self._diagnose(now, seconds, what_if=what_if)
             response = diagnosis_pb2.DiagnoseResponse()
-            self._fill(response.now, diagnosis)
+            fill(response.now, diagnosis, self._served)
             if asked and (served := self._history.served(now)) <= ago:
                 response.changes.append(
                     f"Nothing is kept of {ago:.0f} s ago: the server began {served:.0f} s ago."
                 )
             elif asked:
                 before = self._diagnose(now, seconds, ago)
-                self._fill(response.before, before)
-                response.changes.extend(changes(diagnosis.seen, before.seen))
+                fill(response.before, before, self._served)
+                compare(response, response.before)
+            elif request.HasField("earlier"):
+                compare(response, request.earlier)
             return response
         except Exception as error:
             await abort(context, error)
@@ -113,8 +122,11 @@ class DiagnosisServicer(diagnosis_pb2_grpc.DiagnosisServiceServicer):
         except Exception as error:
             await abort(context, error)
 
-    def _diagnose(self, now: Counts, seconds: float, ago: float = 0.0) -> Diagnosis:
-        return diagnose(self._setup, self._history.interval(now, seconds, ago), self._formats)
+    def _diagnose(
+        self, now: Counts, seconds: float, ago: float = 0.0, what_if: Sequence[Change] = ()
+    ) -> Diagnosis:
+        interval = self._history.interval(now, seconds, ago)
+        return diagnose(self._setup, interval, self._formats, what_if)
 
     def _counts(self, snapshot: Snapshot | None) -> Counts:
         times = (
@@ -131,62 +143,6 @@ class DiagnosisServicer(diagnosis_pb2_grpc.DiagnosisServiceServicer):
             PoolCounts(**times),
             self._traffic.counts,
         )
-
-    def _fill(self, message: diagnosis_pb2.Diagnosis, diagnosis: Diagnosis) -> None:
-        seen = diagnosis.seen
-        message.interval.CopyFrom(duration(round(seen.seconds * _NANOS)))
-        message.summary = diagnosis.summary
-        for finding in diagnosis.findings:
-            message.findings.add(**vars(finding))
-        for prediction in diagnosis.predictions:
-            message.predictions.add(**vars(prediction))
-        _fill_phase(message.decode, seen.decode, seen.decode_step)
-        _fill_phase(message.prefill, seen.prefill, seen.prefill_step)
-        _fill_traffic(message.traffic, diagnosis)
-        message.busy = seen.busy
-        message.prefill_share = seen.prefill_share
-        message.waterline = seen.waterline
-        message.cached = seen.cached
-        if seen.forecast_error is not None:
-            message.forecast_error = seen.forecast_error
-        peaks = seen.setup.costs.peaks
-        if seen.setup.is_measured:
-            message.peaks.bytes_per_second = peaks.read_bytes_per_second
-            message.peaks.operations_per_second = peaks.operations("f32")
-
-
-def _fill_phase(
-    message: diagnosis_pb2.Phase, phase: PhaseFigures, steps: tuple[float, float]
-) -> None:
-    message.steps = phase.steps
-    message.seconds = phase.seconds
-    message.tokens = phase.tokens
-    message.sequences = phase.sequences
-    message.context = phase.keys / phase.tokens if phase.tokens else 0.0
-    message.bytes = phase.weight_bytes + phase.kv_bytes
-    message.kv_share = phase.kv_share
-    message.operations = phase.operations
-    message.memory_share = phase.memory_share
-    message.compute_share = phase.compute_share
-    message.bound_by = phase.binds
-    message.step_median, message.step_p99 = steps
-
-
-def _fill_traffic(message: diagnosis_pb2.Traffic, diagnosis: Diagnosis) -> None:
-    seen, traffic = diagnosis.seen, diagnosis.seen.traffic
-    message.requests = traffic.requests
-    message.refused.update(+traffic.refused)
-    message.prompt_median, message.prompt_p95 = seen.prompt_lengths
-    message.output_median, message.output_p95 = seen.output_lengths
-    if seen.prompts:
-        message.reused = traffic.reused_tokens / seen.prompts
-        # Known by whole blocks; what was reused counts parts of them as well.
-        message.reusable = max(message.reused, traffic.reusable_tokens / seen.prompts)
-    message.waiting = seen.waiting
-    message.held = seen.held
-    message.stalled = seen.of_life(traffic.paused_time)
-    message.delayed = seen.of_life(traffic.delayed_time)
-    message.prompt_tokens.update(+traffic.prompt_tokens)
 
 
 def _seconds(asked: duration_pb2.Duration, field: str, default: float) -> float:

@@ -208,6 +208,14 @@ async def test_the_commands_print_it(
     assert "A step ran" in said
     assert "What changes would do:" in said
     assert "Since then:" in said
+    assert await asyncio.to_thread(main, ["diagnose", *shown, "--json"]) == 0
+    earlier = tmp_path / "before.json"
+    earlier.write_text(capsys.readouterr().out)
+    against = ["--against", str(earlier), "--if", "max-sequences=2", "--if", "kv-format=bf16"]
+    assert await asyncio.to_thread(main, ["diagnose", *shown, *against]) == 0
+    said = capsys.readouterr().out
+    assert "Nothing that is counted differs by a quarter." in said
+    assert "--max-sequences 2: decode step" in said
     explain = ["explain", answer.accepted.request_id, *shown]
     assert await asyncio.to_thread(main, explain) == 0
     said = capsys.readouterr().out
@@ -215,3 +223,97 @@ async def test_the_commands_print_it(
     assert "8 made" in said
     assert await asyncio.to_thread(main, ["explain", "0" * 32, *shown]) == 1
     assert "request_id: no request" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--if", "batch=3"], "a name of more-sequences"),
+        (["--if", "threads"], "is not NAME=VALUE"),
+        (["--if", "threads=-2"], "not a whole number above 0"),
+        (["--if", f"kv-blocks={1 << 32}"], "not a whole number above 0"),
+        (["--against", "nowhere.json"], "no file that can be read"),
+        (["--against", __file__], "kvledger diagnose --json"),
+        (["--against", "-5"], "is not from 1 to 86400"),
+    ],
+)
+def test_the_command_says_what_it_does_not_understand(
+    options: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A mistyped option would be answered with something else."""
+    with pytest.raises(SystemExit):
+        main(["diagnose", *options])
+    assert sentence in capsys.readouterr().err
+
+
+async def test_a_change_that_is_asked_about_is_predicted(clinic: Clinic) -> None:
+    """Only the usual changes could be looked at before they are made."""
+    for _ in range(3):
+        await clinic.their.ask("acme", prompt("some", 30), max_tokens=10)
+    asked = [pb.Change(max_sequences=3), pb.Change(kv_format="bf16"), pb.Change(threads=77)]
+    now = (await clinic.diagnosis(what_if=asked)).now
+    first, second, *_ = now.predictions
+    assert (first.change, first.what.max_sequences) == ("--max-sequences 3", 3)
+    assert (second.change, second.what.kv_format) == ("KV in bf16", "bf16")
+    assert first.HasField("requests_per_second")
+    # Nobody measured this machine with so many threads.
+    assert "threads" not in [each.what.WhichOneof("what") for each in now.predictions]
+
+
+@pytest.mark.parametrize(
+    ("asked", "path"),
+    [
+        ([pb.Change()], "what_if[0]"),
+        ([pb.Change(replicas=2), pb.Change(kv_blocks=0)], "what_if[1].kv_blocks"),
+        ([pb.Change(kv_format="")], "what_if[0].kv_format"),
+        ([pb.Change(replicas=2)] * 17, "what_if"),
+    ],
+)
+async def test_what_is_no_change_is_refused(
+    clinic: Clinic, asked: list[pb.Change], path: str
+) -> None:
+    """An answer about something else would be believed."""
+    refusal = await refusal_of(clinic.diagnosis(what_if=asked))
+    assert refusal.code == grpc.StatusCode.INVALID_ARGUMENT
+    assert path in refusal.message
+
+
+async def test_an_earlier_diagnosis_is_held_against_now(clinic: Clinic) -> None:
+    """After a restart with another setting nobody could tell what came of the prediction."""
+    for _ in range(3):
+        await clinic.their.ask("acme", prompt("some", 30), max_tokens=10)
+    response = await clinic.diagnosis()
+    earlier = response.now
+    most = earlier.setup.max_sequences
+    same = await clinic.diagnosis(earlier=earlier)
+    assert not same.outcomes
+    # As if it had been another server, that predicted what this one does.
+    earlier.setup.max_sequences = most + 5
+    foretold = earlier.predictions.add(
+        what=pb.Change(max_sequences=most), decode_step_seconds=0.5, tokens_per_second=7.0
+    )
+    then = await clinic.diagnosis(earlier=earlier)
+    assert f"--max-sequences is {most}, not {most + 5}." in then.changes
+    [outcome] = then.outcomes
+    assert outcome.change == f"--max-sequences {most}"
+    came = {figure.name: (figure.predicted, figure.came) for figure in outcome.figures}
+    assert came["decode_step_seconds"][0] == foretold.decode_step_seconds
+    assert came["decode_step_seconds"][1] == pytest.approx(
+        then.now.decode.seconds / then.now.decode.steps
+    )
+    assert came["tokens_per_second"][0] == 7.0
+    earlier.setup.threads += 1  # of two changes at once nothing was predicted
+    assert not (await clinic.diagnosis(earlier=earlier)).outcomes
+    both = clinic.diagnosis(earlier=earlier, against=duration_pb2.Duration(seconds=1))
+    assert (await refusal_of(both)).code == grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_what_the_operating_system_counts_stands_beside_ours(clinic: Clinic) -> None:
+    """A monitor's 100 % would look like a server that computes all the time."""
+    await clinic.their.ask("acme", prompt("some", 30), max_tokens=10)
+    now = (await clinic.diagnosis()).now
+    assert now.utilization > 0.0
+    assert "operating system counts" in now.utilization_explained
+    assert now.setup.threads == 1
+    assert now.setup.fingerprint
+    assert now.ended_at.seconds > 1_700_000_000
