@@ -395,6 +395,10 @@ class Admission:
         queued = time.monotonic_ns() - job.arrived_at
         self.streams.finish(job.sequence, receipt_of_waiting(reason, len(job.prompt), queued))
 
+    def is_held(self, ticket: Ticket) -> bool:
+        """Whether a request waits for others of its tenant to end."""
+        return ticket.sequences[0] in ticket.usage.held
+
     def retry_after(self, ticket: Ticket) -> float:
         """Seconds until one of the requests of a ticket's tenant is likely to have ended."""
         return self._quotas.retry_after(ticket.usage)

@@ -91,11 +91,15 @@ class SharedScopeDenied(Exception):
 
 
 class QueueFull(Exception):
-    """As many requests wait as may; the caller can come back."""
+    """As many requests wait as may; the caller can come back.
 
-    def __init__(self, queued: int, retry_after_seconds: float) -> None:
+    `own`: as many of the caller's own as may, whatever others do.
+    """
+
+    def __init__(self, queued: int, retry_after_seconds: float, own: bool = False) -> None:
         super().__init__(f"{queued} requests are waiting, as many as may; try again later")
         self.queued = queued
+        self.own = own
         self.retry_after_seconds = retry_after_seconds
 
 
@@ -155,11 +159,17 @@ class ConstraintsFull(Exception):
 
 
 class QueueTimeout(Exception):
-    """The request's own limit on waiting passed before there was room."""
+    """The request's own limit on waiting passed before there was room.
 
-    def __init__(self, waited_seconds: float, retry_after_seconds: float) -> None:
+    `own`: it waited for others of its tenant to end.
+    """
+
+    def __init__(
+        self, waited_seconds: float, retry_after_seconds: float, own: bool = False
+    ) -> None:
         super().__init__(f"no room within queue_timeout ({waited_seconds:.3f} s); try again later")
         self.waited_seconds = waited_seconds
+        self.own = own
         self.retry_after_seconds = retry_after_seconds
 
 

@@ -218,7 +218,8 @@ async def test_a_limit_of_a_tenant_says_which_and_whose() -> None:
     details = (await ended(error)).details
     info, quota = details["ErrorInfo"], details["QuotaFailure"]
     assert isinstance(info, error_details_pb2.ErrorInfo)
-    assert dict(info.metadata) == {"limit": "tokens_per_second", "value": "0.5"}
+    facts = {"cause": "OWN_LIMIT", "limit": "tokens_per_second", "value": "0.5"}
+    assert dict(info.metadata) == facts
     assert isinstance(quota, error_details_pb2.QuotaFailure)
     assert [(v.subject, v.description) for v in quota.violations] == [
         ("four", "tokens_per_second 0.5: a prompt of 9 tokens waits")
@@ -333,3 +334,24 @@ async def test_sixteen_violations_fit_into_the_metadata() -> None:
     context = await ended(many)
     size = len(context.message) + len(context.values["grpc-status-details-bin"]) * 4 // 3
     assert size < 8 * 1024
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (QueueFull(5, 1.0), "SHARED_CAPACITY"),
+        (QueueFull(64, 1.0, own=True), "OWN_LIMIT"),
+        (QueuedTokensFull(100, 1.0), "SHARED_CAPACITY"),
+        (QueueTimeout(1.0, 1.0), "SHARED_CAPACITY"),
+        (QueueTimeout(1.0, 1.0, own=True), "OWN_LIMIT"),
+        (ConstraintsFull(1 << 20, 1.0), "SHARED_CAPACITY"),
+        (TenantLimitReached("acme", "running_max", 1, "1 runs", 1.0), "OWN_LIMIT"),
+    ],
+)
+async def test_who_finds_no_room_hears_whether_it_is_its_own_limit(
+    error: Exception, cause: str
+) -> None:
+    """A tenant would ask for more where all share what there is, or wait where it may have more."""
+    info = (await ended(error)).details["ErrorInfo"]
+    assert isinstance(info, error_details_pb2.ErrorInfo)
+    assert info.metadata["cause"] == cause

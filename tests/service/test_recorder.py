@@ -30,6 +30,7 @@ from kvledger.books.recorder import Recorder
 from kvledger.books.snapshot import STATES, Snapshot
 from kvledger.errors import SettingRefused
 from kvledger.metrics import Metrics
+from kvledger.rpc.translation import told_wait
 from kvledger.scopes.keys import Owner, ScopeKind
 from kvledger.server import BROKE
 from kvledger.v1 import generation_pb2 as pb
@@ -91,7 +92,7 @@ async def test_a_line_says_what_the_client_was_told(folder: Path, prices: Path) 
         "shared_scope": 0,
         "sharing_saved": 0,
         "preemptions": 0,
-        "queue": receipt.queue_time.ToNanoseconds(),
+        "queue": line["queue"],
         "preempted": 0,
         "prefill": receipt.prefill_time.ToNanoseconds(),
         "decode": receipt.decode_time.ToNanoseconds(),
@@ -100,6 +101,8 @@ async def test_a_line_says_what_the_client_was_told(folder: Path, prices: Path) 
         "memory_nanos": receipt.cost.memory_nanos,
         "compute_nanos": receipt.cost.compute_nanos,
     }
+    # The file has it exactly, the client to a factor of two.
+    assert receipt.queue_time.ToNanoseconds() == told_wait(line["queue"]) >= line["queue"] > 0
     assert receipt.cost.unit == "EUR"
     # Two samples of four tokens behind two: 2 + 3 + 4 + 5 each.
     assert receipt.uncached_tokens == 2 * 14

@@ -301,7 +301,7 @@ class ConstraintCompiler:
             raise ConstraintsUnavailable(self._unavailable)
         waiting = self._turns.waiting(tenant, client)
         if waiting >= _WAITING_MAX:
-            raise QueueFull(waiting, _RETRY_SECONDS)
+            raise QueueFull(waiting, _RETRY_SECONDS, own=True)
         began = asyncio.Event()
         job = asyncio.create_task(self._in_turn(source, tenant, client, began))
         try:

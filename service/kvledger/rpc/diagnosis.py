@@ -27,7 +27,7 @@ from kvledger.errors import BooksUnavailable, FieldViolation, InvalidRequest, Re
 from kvledger.rpc.calls import this_call
 from kvledger.rpc.diagnosis_messages import Served, changes_of, compare, fill
 from kvledger.rpc.errors import abort
-from kvledger.rpc.translation import duration
+from kvledger.rpc.translation import duration, told_wait
 from kvledger.tenants.roles import Role
 from kvledger.v1 import diagnosis_pb2, diagnosis_pb2_grpc
 
@@ -169,8 +169,10 @@ def _explained(ended: EndedRequest, *, for_client: bool) -> diagnosis_pb2.Explai
         "stalled": receipt.paused,
     }
     if for_client:
-        # What others' prompts took is not its to know; the rest stands in its receipt.
+        # What others' prompts took is not its to know, nor how long exactly it waited for them;
+        # the rest stands in its receipt.
         parts.update(prefill=receipt.prefill, decode=receipt.decode, delayed=0)
+        parts.update(queued=told_wait(parts["queued"]), preempted=told_wait(parts["preempted"]))
     total = sum(parts.values())
     response = diagnosis_pb2.ExplainResponse(
         request_id=ended.request_id,

@@ -85,6 +85,15 @@ def _request_info(error: RequestFailed) -> list[Message]:
     return [error_details_pb2.RequestInfo(request_id=error.request_id)]
 
 
+# Why there is no room, as far as a tenant may know: what it is allowed itself, or what all share.
+_OWN_LIMIT = {"cause": "OWN_LIMIT"}
+_SHARED_CAPACITY = {"cause": "SHARED_CAPACITY"}
+
+
+def _cause(error: QueueFull | QueueTimeout) -> dict[str, str]:
+    return _OWN_LIMIT if error.own else _SHARED_CAPACITY
+
+
 _TABLE: dict[type, _Row] = {
     InvalidRequest: _Row(grpc.StatusCode.INVALID_ARGUMENT, "FIELD_INVALID", _field_violations),
     ConstraintDeadEnd: _Row(
@@ -100,12 +109,14 @@ _TABLE: dict[type, _Row] = {
         "QUEUE_FULL",
         lambda error: _quota_failure(f"{error.queued} requests are waiting"),
         lambda error: error.retry_after_seconds,
+        _cause,
     ),
     QueuedTokensFull: _Row(
         grpc.StatusCode.RESOURCE_EXHAUSTED,
         "QUEUE_FULL",
         lambda error: _quota_failure(f"at most {error.tokens_max} prompt tokens wait"),
         lambda error: error.retry_after_seconds,
+        lambda error: _SHARED_CAPACITY,
     ),
     TenantLimitReached: _Row(
         grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -114,7 +125,7 @@ _TABLE: dict[type, _Row] = {
             f"{error.limit} {error.value:.12g}: {error.state}", error.tenant
         ),
         lambda error: error.retry_after_seconds,
-        lambda error: {"limit": error.limit, "value": f"{error.value:.12g}"},
+        lambda error: {**_OWN_LIMIT, "limit": error.limit, "value": f"{error.value:.12g}"},
     ),
     TenantUnknown: _Row(grpc.StatusCode.NOT_FOUND, "TENANT_UNKNOWN"),
     RequestUnknown: _Row(grpc.StatusCode.NOT_FOUND, "REQUEST_UNKNOWN"),
@@ -130,12 +141,14 @@ _TABLE: dict[type, _Row] = {
         "CONSTRAINTS_FULL",
         lambda error: _quota_failure(f"constraints hold at most {error.bytes_max} bytes"),
         lambda error: error.retry_after_seconds,
+        lambda error: _SHARED_CAPACITY,
     ),
     QueueTimeout: _Row(
         grpc.StatusCode.RESOURCE_EXHAUSTED,
         "QUEUE_TIMEOUT",
         lambda error: _quota_failure(f"no room within {error.waited_seconds:.3f} s"),
         lambda error: error.retry_after_seconds,
+        _cause,
     ),
     ReaderStalled: _Row(grpc.StatusCode.ABORTED, "READER_STALLED"),
     ServerDraining: _Row(

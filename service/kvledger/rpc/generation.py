@@ -39,6 +39,7 @@ from kvledger.rpc.translation import (
     prompt_messages,
     receipt_message,
     sampling_parameters,
+    told_wait,
 )
 from kvledger.scopes.claims import ScopeClaim, Scopes
 from kvledger.served_model import ServedModel
@@ -312,9 +313,10 @@ class _Stream:
         started = time.monotonic()
         mail = await self._within(self._queue_timeout, self._next())
         if mail is None:
+            is_held = self._admission.is_held(self._ticket)
             self._end_all(EndReason.CANCELLED)
             retry_after = self._admission.retry_after(self._ticket)
-            raise QueueTimeout(time.monotonic() - started, retry_after)
+            raise QueueTimeout(time.monotonic() - started, retry_after, own=is_held)
         return mail
 
     async def _until_ended(self) -> None:
@@ -358,7 +360,7 @@ class _Stream:
             accepted=generation_pb2.Accepted(
                 request_id=self._ticket.request_id,
                 prompt_tokens=self._ticket.prompt_tokens,
-                queue_time=duration(queued),
+                queue_time=duration(told_wait(queued)),
             )
         )
 

@@ -134,6 +134,19 @@ def duration(nanoseconds: int) -> duration_pb2.Duration:
     return duration_pb2.Duration(seconds=seconds, nanos=nanos)
 
 
+_WAIT_LEAST = 100_000_000
+
+
+def told_wait(nanoseconds: int) -> int:
+    """A wait as its tenant is told: rounded up to 100 ms, 200 ms, 400 ms and so on; 0 stays 0.
+
+    Exactly, it would tell how busy others are.
+    """
+    if nanoseconds <= 0:
+        return 0
+    return _WAIT_LEAST << (-(-nanoseconds // _WAIT_LEAST) - 1).bit_length()
+
+
 def receipt_message(
     receipt: Receipt,
     request_id: str,
@@ -142,7 +155,7 @@ def receipt_message(
     shares_public: bool = False,
     label: str = "",
 ) -> generation_pb2.Receipt:
-    """A receipt as the contract says it; `shares_public`: not a group's, if anything is shared."""
+    """A receipt as its client gets it; `shares_public`: not a group's, if anything is shared."""
     return generation_pb2.Receipt(
         request_id=request_id,
         peak_blocks=receipt.peak_blocks,
@@ -160,7 +173,7 @@ def receipt_message(
             seconds=receipt.scope_seconds, nanos=receipt.scope_nanos
         ),
         preemptions=receipt.preemptions,
-        queue_time=duration(receipt.queued),
+        queue_time=duration(told_wait(receipt.queued)),
         prefill_time=duration(receipt.prefill),
         decode_time=duration(receipt.decode),
         stall_time=duration(receipt.paused),
@@ -172,7 +185,7 @@ def receipt_message(
         sharing_saved=generation_pb2.BlockTime(
             seconds=receipt.saved_seconds, nanos=receipt.saved_nanos
         ),
-        preempted_time=duration(receipt.requeued),
+        preempted_time=duration(told_wait(receipt.requeued)),
         client_request_id=label,
     )
 

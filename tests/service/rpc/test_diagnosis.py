@@ -17,6 +17,7 @@ from server_harness import refusal_of
 from tenants_harness import bearer
 
 from kvledger.cli import main
+from kvledger.rpc.translation import told_wait
 from kvledger.v1 import diagnosis_pb2 as pb
 from kvledger.v1 import diagnosis_pb2_grpc
 
@@ -143,8 +144,11 @@ async def test_a_requests_time_is_split_and_adds_up(clinic: Clinic) -> None:
     assert explained.tenant == "acme"
     parts = {name: getattr(explained, name).ToNanoseconds() for name in PARTS}
     assert sum(parts.values()) == explained.total.ToNanoseconds()
-    times = (receipt.queue_time, receipt.prefill_time, receipt.decode_time, receipt.stall_time)
-    assert explained.total.ToNanoseconds() == sum(time.ToNanoseconds() for time in times)
+    assert parts["prefill"] + parts["decode"] + parts["delayed"] == (
+        receipt.prefill_time.ToNanoseconds() + receipt.decode_time.ToNanoseconds()
+    )
+    assert parts["stalled"] == receipt.stall_time.ToNanoseconds()
+    assert told_wait(parts["queued"]) == receipt.queue_time.ToNanoseconds()
     assert parts["decode"] > 0
     assert explained.output_tokens == 8
     assert " of its " in explained.summary
@@ -161,7 +165,10 @@ async def test_a_client_hears_of_its_own_requests_only(clinic: Clinic) -> None:
     assert own.prefill == receipt.prefill_time
     assert own.decode == receipt.decode_time
     exact = await clinic.explained("ops", request_id)
-    assert own.total == exact.total
+    assert own.queued == receipt.queue_time
+    assert own.queued.ToNanoseconds() == told_wait(exact.queued.ToNanoseconds())
+    parts = (getattr(own, name).ToNanoseconds() for name in PARTS)
+    assert sum(parts) == own.total.ToNanoseconds()
     refusals = [
         await refusal_of(clinic.explained("globex", asked))
         for asked in (request_id, "0" * 32, "", "x" * 5000)

@@ -59,7 +59,8 @@ def require_limit(refusal: Refusal, limit: str, value: str) -> None:
     assert refusal.code == grpc.StatusCode.RESOURCE_EXHAUSTED
     assert refusal.kinds == {"ErrorInfo", "QuotaFailure", "RetryInfo"}
     info = refusal.detail(error_details_pb2.ErrorInfo)
-    assert (info.reason, dict(info.metadata)) == ("TENANT_LIMIT", {"limit": limit, "value": value})
+    facts = {"cause": "OWN_LIMIT", "limit": limit, "value": value}
+    assert (info.reason, dict(info.metadata)) == ("TENANT_LIMIT", facts)
     (violation,) = refusal.detail(error_details_pb2.QuotaFailure).violations
     assert violation.subject == "t1"
     assert violation.description.startswith(f"{limit} {value}: ")
@@ -197,6 +198,7 @@ async def test_waiting_at_the_door_has_the_limit_that_the_request_names() -> Non
         gate, running = await _one_runs(server)
         refusal = await server.refusal(text="k", priority=1, seconds_to_wait=0.05)
         assert refusal.reason == "QUEUE_TIMEOUT"
+        assert refusal.detail(error_details_pb2.ErrorInfo).metadata["cause"] == "OWN_LIMIT"
         assert refusal.receipt.computed_tokens == 0
         assert refusal.receipt.queue_time.ToNanoseconds() >= 50_000_000
         late = await server.refusal(text="k", priority=1, seconds_to_wait=0.0)
