@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +11,7 @@ from typing import Any
 
 import grpc
 import pytest
-from server_process import PATIENCE, ServerProcess, generation, models
+from server_process import PATIENCE, ServerProcess, environment, generation, models
 from tiny_model import write_gguf
 
 from kvledger.v1 import generation_pb2 as pb
@@ -19,16 +21,31 @@ CANARY = "kanarienvogel-4711"
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    tiny = write_gguf(tmp_path_factory.mktemp("tiny") / "tiny.gguf")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where all that the server writes lies."""
+    return tmp_path_factory.mktemp("server")
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[ServerProcess]:
+    tiny = write_gguf(folder / "tiny.gguf")
     options = ("--model", str(tiny), "--kv-blocks", "4096", "--threads", "1")
-    logs = ("--log-level", "debug", "--metrics-listen", "127.0.0.1:0")
-    server = ServerProcess(*options, *logs)
+    logs = ("--log-level", "debug", "--metrics-listen", "127.0.0.1:0", "--books", _books(folder))
+    aliases = ("--metrics-aliases", "vllm", "--operators-listen", _operators(folder))
+    server = ServerProcess(*options, *logs, *aliases)
     try:
         server.event("serving")
         yield server
     finally:
         server.close()
+
+
+def _books(folder: Path) -> str:
+    return str(folder / "books")
+
+
+def _operators(folder: Path) -> str:
+    return f"unix:{folder / 'operators.sock'}"
 
 
 def chat(content: str) -> pb.ChatPrompt:
@@ -98,6 +115,59 @@ def test_what_a_client_says_is_in_no_log_metric_or_refusal(
     assert CANARY not in text
     assert CANARY not in "".join(server.output)
     assert server.output, "there is a log to look at"
+
+
+def test_what_a_client_says_is_in_no_page_or_file_for_operators(
+    server: ServerProcess, folder: Path
+) -> None:
+    """Books are kept for years, and diagnoses are sent to colleagues: ids, not texts."""
+    with server.channel() as channel:
+        for place in ("text", "chat", "stop", "namespace"):
+            message = PLACES[place][0]
+            *_, last = generation(channel).Generate(message, timeout=PATIENCE)
+            request_id = last.finished.receipt.request_id
+        spoken = models_pb2.TokenizeRequest(text=CANARY)
+        tokens = models(channel).Tokenize(spoken, timeout=PATIENCE).token_ids
+    pages = _commands(folder, request_id)
+    # A file of the books is written within a second.
+    server.wait(lambda: request_id in _files(folder))
+    pages["files"] = _files(folder)
+    for name, text in pages.items():
+        assert len(text) > 50, f"{name} says nothing"
+        assert CANARY not in text, name
+        assert CANARY.encode().hex() not in text, name
+        for between in (", ", ",", " "):
+            assert between.join(map(str, tokens)) not in text, f"{name} has the token ids"
+
+
+def _commands(folder: Path, request_id: str) -> dict[str, str]:
+    """What the commands for operators print, as programs read it and as people do."""
+    server = ("--server", _operators(folder))
+    asked = {
+        "diagnose": ("diagnose", *server),
+        "diagnose as JSON": ("diagnose", *server, "--json"),
+        "ledger": ("ledger", *server),
+        "ledger as JSON": ("ledger", *server, "--json"),
+        "explain": ("explain", request_id, *server),
+        "statement": ("statement", _books(folder), "--by", "tenant,model,replica,end"),
+    }
+    return {
+        name: subprocess.run(
+            [sys.executable, "-m", "kvledger", *arguments],
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+            check=True,
+        ).stdout
+        for name, arguments in asked.items()
+    }
+
+
+def _files(folder: Path) -> str:
+    """All that the server wrote into its books."""
+    found = sorted(Path(_books(folder)).rglob("*"))
+    return "".join(path.read_text("utf-8") for path in found if path.is_file())
 
 
 def test_the_pool_is_left_out_of_core_dumps(server: ServerProcess) -> None:
