@@ -103,6 +103,8 @@ class _Entry:
     place: Place
     scopes: ScopeClaim
     label: str
+    trace: str
+    is_chat: bool
 
 
 class _EngineFlow:
@@ -273,12 +275,15 @@ class Admission:
         prompt_logprobs: int | None = None,
         scopes: ScopeClaim = NO_CLAIM,
         label: str = "",
+        trace: str = "",
+        is_chat: bool = False,
     ) -> Ticket:
         """Submits a request to the engine, or lets it wait for others of its tenant to end.
 
         Raises InvalidRequest, TenantClosed, TenantLimitReached, QueueFull, QueuedTokensFull or
         ServerDraining. `max_tokens` None is the room there is.
-        `scopes` is held until the request has its receipt; `label` is its client's name for it.
+        `scopes` is held until the request has its receipt; `label` is its client's name for it,
+        `trace` what it is a part of.
         """
         arrived_at = time.monotonic_ns()
         try:
@@ -295,7 +300,9 @@ class Admission:
         prefix_scopes = scopes.hold()
         self._on_arrival(caller.account, prefix_scopes, prompt)
         request_id = secrets.token_hex(16)
-        entry = _Entry(request_id, caller.name, samples, constraint, place, scopes, label)
+        entry = _Entry(
+            request_id, caller.name, samples, constraint, place, scopes, label, trace, is_chat
+        )
         self._entries[sequence] = entry
         mailbox = self.streams.open(sequence, samples)
         job = Job(
@@ -438,6 +445,8 @@ class Admission:
                 shares_public,
                 receipt,
                 _broke_constraint(entry, receipt),
+                entry.trace,
+                entry.is_chat,
             )
         )
         self._quotas.usage.move(place, None)

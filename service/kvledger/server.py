@@ -63,6 +63,7 @@ from kvledger.scopes.public_prefixes import load_public_prefixes
 from kvledger.served_model import ServedModel
 from kvledger.settings import Settings
 from kvledger.streams import MailboxLimits
+from kvledger.telemetry import telemetry
 from kvledger.tenants.follower import TenantsFollower
 from kvledger.tenants.tenant import Tenant
 
@@ -110,6 +111,7 @@ class Server:
             self._metrics, settings, model, self._engine, self._prefix_metrics, peaks
         )
         self._books = _books_of(settings, model, self._engine, self._metrics, self._pool_account)
+        self._telemetry = telemetry(settings.otlp, model.id)
         self._traffic = Traffic(model.pool.slots_per_block)
         self._recent = RecentRequests()
         self._admission = self._make_admission()
@@ -206,6 +208,7 @@ class Server:
     def _record(self, ended: EndedRequest) -> None:
         self._books.record(ended)
         self._recent.note(ended)
+        self._telemetry.ended(ended)
         self._traffic.pass_time(time.monotonic_ns(), self._crowd())
         if ended.receipt is not None:
             self._traffic.ended(ended.tenant, ended.receipt)
@@ -288,6 +291,7 @@ class Server:
         self._close_metrics()
         await self._constraints.stop()
         await self._books.close()
+        await asyncio.to_thread(self._telemetry.close)
         _log.info("stopped", open_requests=len(self._admission.open_requests))
         return BROKE if self._broke else 0
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -77,6 +78,11 @@ class Settings(BooksSettings, BaseSettings):
         None,
         description="file of an issuer of signed tokens (JWT) and its public keys; read again when "
         "it changes",
+    )
+    otlp: str | None = Field(
+        None,
+        description="http://host:port or https://host:port of an OpenTelemetry collector that "
+        "takes OTLP over gRPC: traces and metrics of requests go there; needs kvledger[otel]",
     )
     operators_listen: str | None = Field(
         None,
@@ -502,6 +508,10 @@ def _check(settings: Settings) -> None:
             f"--token-budget {settings.token_budget} is less than --max-sequences "
             f"{settings.sequences_max}: every running sequence decodes a token a step; "
             f"raise the one or lower the other"
+        )
+    if settings.otlp is not None and not re.fullmatch(r"https?://[^/\s]+:\d+/?", settings.otlp):
+        raise SettingRefused(
+            f"--otlp: {settings.otlp} is not http://host:port or https://host:port"
         )
     settings.public_files()
     _check_addresses(settings)

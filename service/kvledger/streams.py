@@ -65,6 +65,11 @@ class Receipt:
     cost: Cost | None = None
 
     @property
+    def life(self) -> int:
+        """Nanoseconds from arrival to end."""
+        return self.queued + self.prefill + self.decode + self.paused
+
+    @property
     def held_time(self) -> int:
         """Block-nanoseconds held."""
         return self.held_seconds * _SECOND + self.held_nanos

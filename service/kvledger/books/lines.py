@@ -54,6 +54,9 @@ class EndedRequest:
     receipt: Receipt | None
     # Whether it failed because its own constraint left no token: no fault of the server.
     broke_constraint: bool = False
+    # What the call said that it is a part of, for traces; and whether its prompt was a chat.
+    trace: str = ""
+    is_chat: bool = False
 
 
 @dataclass(frozen=True)

@@ -150,9 +150,8 @@ class Traffic:
         counts.requeued_time += receipt.requeued
         counts.paused_time += receipt.paused
         counts.delayed_time += receipt.prefill_delayed + receipt.decode_delayed
-        life = receipt.queued + receipt.prefill + receipt.decode + receipt.paused
-        counts.life_time += life
-        counts.lives[tenant] += life
+        counts.life_time += receipt.life
+        counts.lives[tenant] += receipt.life
 
     def _reusable(self, scope: str, prompt: npt.NDArray[np.int32]) -> int:
         """Tokens of a prompt's beginning that came before in the same scope."""

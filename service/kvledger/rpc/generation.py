@@ -44,6 +44,7 @@ from kvledger.rpc.translation import (
 from kvledger.scopes.claims import ScopeClaim, Scopes
 from kvledger.served_model import ServedModel
 from kvledger.streams import Mail, News, Receipt
+from kvledger.telemetry import trace_parent
 from kvledger.tenants.tenant import Tenant
 from kvledger.tokenizer import OutputText
 from kvledger.v1 import generation_pb2, generation_pb2_grpc
@@ -127,6 +128,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 prompt_logprobs=_prompt_logprobs(request),
                 scopes=self._claim(request, tenant, prompt, shared_tokens),
                 label=label,
+                trace=trace_parent(context.invocation_metadata()),
+                is_chat=request.HasField("chat"),
             )
             # While tokens are made for it, its mailbox says how long it may leave them.
             call.at_work = lambda: not ticket.mailbox.is_over
