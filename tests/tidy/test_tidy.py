@@ -70,7 +70,7 @@ def test_messages_stay_above() -> None:
     for path in files(".py", under="service/"):
         if str(path).startswith(above) or str(path) in at_the_door:
             continue
-        found = [name for name in imports(path) if "kvledger.v1" in name or "grpc" in name]
+        found = [name for name in imports(path) if name.startswith(("kvledger.v1", "grpc"))]
         assert found == [], path
 
 
