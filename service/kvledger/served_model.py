@@ -71,6 +71,13 @@ class ServedModel:
         slots = self.layout.slots_per_block(self.kv_format)
         return PoolShape(self.blocks, self.layout.block_bytes, slots)
 
+    def saved_by_format(self, held: int) -> int:
+        """Block-time that keys and values would have been held more as float32, which is what they
+        are computed in."""
+        slots = self.layout.slots_per_block(self.kv_format)
+        plain = self.layout.slots_per_block("f32")
+        return held * (slots - plain) // plain
+
     def answers_to(self, name: str) -> bool:
         """Whether a request that names this model, or none, is meant for it."""
         return name in ("", self.id)

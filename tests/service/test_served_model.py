@@ -258,3 +258,13 @@ def test_a_model_whose_output_is_no_number_is_found_out(tmp_path: Path) -> None:
     weights["model.norm.weight"][:] = float("nan")
     path = write_gguf(tmp_path / "broken.gguf", shape, weights=weights)
     assert try_model(settings("--model", str(path))).token is None
+
+
+@pytest.mark.parametrize(("kv_format", "saved"), [("bf16", 10**12 + 7), ("f32", 0)])
+def test_what_a_format_saves_is_held_against_what_is_computed(
+    tiny: Path, kv_format: str, saved: int
+) -> None:
+    """Receipts would praise a format for what it does not save."""
+    model = served(tiny, "--kv-format", kv_format)
+    # A block has twice the tokens in bf16.
+    assert model.saved_by_format(10**12 + 7) == saved

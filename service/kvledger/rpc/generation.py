@@ -405,4 +405,5 @@ class _Stream:
             self._model.layout.block_bytes,
             self._ticket.scopes.shares_public,
             self._ticket.label,
+            self._model.saved_by_format(self._receipt.held_time),
         )

@@ -17,12 +17,12 @@ from kvledger.books.snapshot import Account, Balance, Snapshot
 from kvledger.errors import FieldViolation, InvalidRequest, ServerDraining, TenantUnknown
 from kvledger.rpc.calls import this_call
 from kvledger.rpc.errors import abort
-from kvledger.rpc.translation import duration
+from kvledger.rpc.translation import block_time, duration
 from kvledger.scopes.keys import Owner, ScopeKind
 from kvledger.tenants.roles import Role
 from kvledger.tenants.shares import PoolShape
 from kvledger.tenants.usage import Phase, TenantUsage
-from kvledger.v1 import generation_pb2, ledger_pb2, ledger_pb2_grpc
+from kvledger.v1 import ledger_pb2, ledger_pb2_grpc
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
@@ -141,7 +141,7 @@ class LedgerServicer(ledger_pb2_grpc.LedgerServiceServicer):
             held=_balance(account.held),
             reserved=_balance(account.reserved),
             cached=_balance(account.cached),
-            closed_held=_block_time(account.closed_held),
+            closed_held=block_time(account.closed_held),
             open_requests=account.open_requests,
             waiting_requests=0 if usage is None else usage.counts[Phase.HELD],
             block_bytes=self._pool.block_bytes,
@@ -219,13 +219,8 @@ def _interval(request: ledger_pb2.WatchLedgerRequest) -> float:
     return seconds
 
 
-def _block_time(time: int) -> generation_pb2.BlockTime:
-    seconds, nanos = divmod(time, _NANOS)
-    return generation_pb2.BlockTime(seconds=seconds, nanos=nanos)
-
-
 def _balance(balance: Balance) -> ledger_pb2.Balance:
-    return ledger_pb2.Balance(blocks=balance.blocks, time=_block_time(balance.time))
+    return ledger_pb2.Balance(blocks=balance.blocks, time=block_time(balance.time))
 
 
 def _pool_account(books: Snapshot, pool: PoolShape) -> ledger_pb2.PoolAccount:
@@ -249,7 +244,7 @@ def _tenant_account(account: Account, facts: _Facts) -> ledger_pb2.TenantAccount
         cached=_balance(account.cached),
         open_requests=account.open_requests,
         waiting_requests=facts.waiting,
-        closed_held=_block_time(account.closed_held),
+        closed_held=block_time(account.closed_held),
         guaranteed_blocks=facts.guaranteed,
         max_blocks=facts.most,
     )

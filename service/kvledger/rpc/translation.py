@@ -147,6 +147,12 @@ def told_wait(nanoseconds: int) -> int:
     return _WAIT_LEAST << (-(-nanoseconds // _WAIT_LEAST) - 1).bit_length()
 
 
+def block_time(nanoseconds: int) -> generation_pb2.BlockTime:
+    """A BlockTime of that many block-nanoseconds, not negative."""
+    seconds, nanos = divmod(nanoseconds, 1_000_000_000)
+    return generation_pb2.BlockTime(seconds=seconds, nanos=nanos)
+
+
 def receipt_message(
     receipt: Receipt,
     request_id: str,
@@ -154,8 +160,10 @@ def receipt_message(
     block_bytes: int,
     shares_public: bool = False,
     label: str = "",
+    saved_by_format: int = 0,
 ) -> generation_pb2.Receipt:
-    """A receipt as its client gets it; `shares_public`: not a group's, if anything is shared."""
+    """A receipt as its client gets it; `shares_public`: not a group's, if anything is shared;
+    `saved_by_format`: block-nanoseconds."""
     return generation_pb2.Receipt(
         request_id=request_id,
         peak_blocks=receipt.peak_blocks,
@@ -187,6 +195,7 @@ def receipt_message(
         ),
         preempted_time=duration(told_wait(receipt.requeued)),
         client_request_id=label,
+        format_saved=block_time(saved_by_format),
     )
 
 

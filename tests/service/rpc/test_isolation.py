@@ -30,7 +30,7 @@ TIMES = {
     "Accepted": ("request_id", "queue_time"),
     "Receipt": (
         *("request_id", "queue_time", "prefill_time", "decode_time", "stall_time"),
-        *("held", "reserved", "shared_scope", "sharing_saved"),
+        *("held", "reserved", "shared_scope", "sharing_saved", "format_saved"),
         *("preempted_time", "compute_time", "cost"),
     ),
     "RequestInfo": ("request_id",),
