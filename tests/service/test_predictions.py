@@ -111,7 +111,7 @@ def test_nobody_decodes_who_has_not_come() -> None:
     assert told(alone, "max_sequences", 64).sequences is not None
     before = alone.seen.decode.seconds / alone.seen.decode.steps
     assert told(alone, "max_sequences", 64).decode_step_seconds == pytest.approx(before, rel=0.02)
-    assert "as many requests as now" in told(alone, "max_sequences", 64).caution
+    assert "4.0 run at a time" in told(alone, "max_sequences", 64).caution
     waiting = is_here(served(sequences=4), running=4, waiting=4)
     more = told(waiting, "max_sequences", 8)
     assert more.decode_step_seconds == pytest.approx(decode_seconds(8, 216), rel=0.1)

@@ -101,13 +101,18 @@ class Work:
         return self.request.prompt / seconds if seconds > 0.0 else None
 
     @property
+    def prompt_seconds(self) -> float:
+        """Of steps, for one request's prompt."""
+        if self.prefill is None or self.request is None:
+            return 0.0
+        return self._prefill_seconds(self.prefill, self.request)
+
+    @property
     def requests_rate(self) -> float | None:
         """Requests a second while a step runs."""
         if self.request is None or self.sequences <= 0.0:
             return None
-        seconds = self.request.output * self.decode_step / self.sequences
-        if self.prefill is not None:
-            seconds += self._prefill_seconds(self.prefill, self.request)
+        seconds = self.request.output * self.decode_step / self.sequences + self.prompt_seconds
         return 1.0 / seconds if seconds > 0.0 else None
 
     @property
@@ -154,7 +159,8 @@ class Model:
     kernels_share: float
     # Of a decode step's kernels, the part in which memory is what binds.
     memory_share: float
-    prefill_chunk: float  # prompt tokens in a step that has any, on average
+    # Whether prompts are in chunks as long as those who decode can bear.
+    is_stretched: bool
 
     @property
     def fits(self) -> float:
@@ -184,7 +190,7 @@ def fit(seen: Observation, counts: Counts) -> Model | None:
         if seen.step_seconds
         else 1.0,
         memory_share=min(1.0, seen.decode.memory_share) if seen.setup.is_measured else 0.5,
-        prefill_chunk=seen.prefill.tokens_per_step,
+        is_stretched=_is_stretched(seen),
     )
 
 
@@ -208,6 +214,12 @@ def _chunk_most(seen: Observation) -> float:
     if mean > 2 * budget and seen.prefill.tokens_per_step < 0.5 * budget:
         return max(1.0, seen.prefill.tokens_per_step)
     return budget
+
+
+def _is_stretched(seen: Observation) -> bool:
+    most = min(float(seen.setup.token_budget), seen.computed_prompt)
+    beside = seen.mixed_steps > 0.5 * seen.prefill.steps
+    return beside and seen.prefill.tokens_per_step < 0.8 * most
 
 
 def _crowd(seen: Observation) -> Crowd:
@@ -253,9 +265,9 @@ def predicted(model: Model, change: Change, formats: Mapping[str, int]) -> Predi
     if isinstance(change.value, str):
         return _other_format(model, change, formats)
     if change.kind == "more_sequences":
-        return _sequences(model, change, model.work.sequences + change.value)
+        return _more(model, change, change.value)
     if change.kind == "max_sequences":
-        return _sequences(model, change, _sharing(model, change.value, model.setup.blocks))
+        return _places(model, change, change.value)
     if change.kind == "kv_blocks":
         return _pool(model, change, change.value)
     if change.kind == "token_budget":
@@ -281,32 +293,94 @@ def _told(change: Change, helps: str, work: Work, fits: float | None, caution: s
     )
 
 
-def _sharing(model: Model, most: int, blocks: int) -> float:
-    """Sequences that decode in a step, with so many places and blocks and the requests of now."""
+def _running(model: Model, most: int, blocks: int) -> float:
+    """Sequences that run, with so many places and blocks and the requests of now."""
     crowd = model.crowd
-    if crowd.running <= 0.0:
-        return min(float(most), model.work.sequences)
     room = _POOL_USABLE * blocks / crowd.blocks if crowd.blocks > 0.0 else math.inf
-    running = min(crowd.here, float(most), room)
-    return max(1.0, model.work.sequences * running / crowd.running)
+    return min(crowd.here, float(most), room)
 
 
-def _sequences(model: Model, change: Change, sequences: float) -> Prediction:
+def _settled(model: Model, work: Work, running: float, slower: float = 1.0) -> Work:
+    """`work` with as many sequences decoding as there will be of so many that run.
+
+    Who runs computes its prompt or decodes. Prompts share what steps have for them, so they are a
+    queue: who comes finds those that are in it and takes as much longer (mean value analysis, in
+    Schweitzer's approximation of 1979). What one takes alone follows from how many are in it now;
+    `slower` is how much longer that will be.
+    """
+    crowd, now = model.crowd, model.work
+    rate = now.requests_rate
+    if crowd.running <= 0.0 or rate is None:
+        share = running / crowd.running if crowd.running > 0.0 else 1.0
+        return replace(work, sequences=max(1.0, now.sequences * share))
+    prompts = max(0.0, crowd.running - now.sequences)
+    alone = slower * prompts / (1.0 + prompts * _others(crowd.running)) / rate
+
+    def in_prompts(each: float) -> float:
+        """Of `running`, those in their prompts, with so many requests a second."""
+        left = 1.0 - each * alone * _others(running)
+        return each * alone / left if left > 0.0 else math.inf
+
+    settled = work
+    for _ in range(3):  # chunks depend on who decodes, and who decodes on the chunks
+        low, high = min(1.0, running), max(1.0, running)
+        for _ in range(50):
+            middle = (low + high) / 2
+            told = replace(settled, sequences=middle).requests_rate or 0.0
+            low, high = (middle, high) if middle + in_prompts(told) < running else (low, middle)
+        settled = replace(
+            settled, sequences=low, request=_stretched(model, work, low) or settled.request
+        )
+    return settled
+
+
+def _others(running: float) -> float:
+    """Of those that run, the share that one of them sees."""
+    return max(0.0, running - 1.0) / running if running > 0.0 else 0.0
+
+
+def _stretched(model: Model, work: Work, sequences: float) -> Request | None:
+    """A request's chunks where a step with prompts may take so many times as long as decoding
+    alone: the more decode, the longer they may be. None where something else limits them."""
+    setup, request, fit = model.setup, work.request, work.prefill
+    if request is None or fit is None or fit.token <= 0.0 or request.prompt <= 0.0:
+        return None
+    stretch = setup.step_stretch
+    if stretch <= 1.0 or setup.tpot_target is not None or not model.is_stretched:
+        return None
+
+    def chunk(decoding: float) -> float:
+        step = work.decode.seconds(decoding, decoding * work.context)
+        room = ((stretch - 1) * step - fit.fixed) / fit.token
+        return min(max(1.0, room), work.chunk_most, request.prompt)
+
+    longer = chunk(sequences) / chunk(model.work.sequences)
+    return replace(request, chunks=max(1.0, request.chunks / longer))
+
+
+def _more(model: Model, change: Change, more: int) -> Prediction:
+    sequences = model.work.sequences + more
     caution = ""
     if sequences > model.fits:
         caution = f"only {model.fits:.0f} of this context fit into the pool"
-    elif change.kind == "max_sequences" and sequences < 0.9 * int(change.value):
-        caution = f"with as many requests as now {sequences:.1f} decode at a time"
     return _told(change, "decode", replace(model.work, sequences=sequences), model.fits, caution)
 
 
+def _places(model: Model, change: Change, most: int) -> Prediction:
+    running = _running(model, most, model.setup.blocks)
+    caution = ""
+    if running < 0.9 * most:
+        caution = f"of the requests of now {running:.1f} run at a time"
+    return _told(change, "decode", _settled(model, model.work, running), model.fits, caution)
+
+
 def _pool(model: Model, change: Change, blocks: int) -> Prediction:
-    sequences = _sharing(model, model.setup.sequences_max, blocks)
-    is_same = abs(sequences - model.work.sequences) < 0.05 * model.work.sequences
+    running = _running(model, model.setup.sequences_max, blocks)
+    is_same = abs(running - model.crowd.running) < 0.1 * model.crowd.running
     return _told(
         change,
         "none" if is_same else "both",
-        replace(model.work, sequences=sequences),
+        model.work if is_same else _settled(model, model.work, running),
         model.fits * blocks / model.setup.blocks,
         "the requests of now would not use it; it helps where requests wait for blocks or lose them"
         if is_same
@@ -326,6 +400,12 @@ def _chunks(model: Model, change: Change, budget: int) -> Prediction:
     if most == work.chunk_most:
         caution = "prompts are in smaller chunks already, because of a limit in time"
     changed = replace(work, request=request, chunk_most=most)
+    if most != work.chunk_most and request is not None and work.request is not None:
+        # Each chunk waits for those who decode beside it.
+        slower = (request.chunks * work.decode_step + changed.prompt_seconds) / (
+            work.request.chunks * work.decode_step + work.prompt_seconds
+        )
+        changed = _settled(model, changed, model.crowd.running, slower)
     return _told(change, "prefill" if budget > now else "none", changed, None, caution)
 
 
