@@ -16,6 +16,7 @@ import argparse
 import itertools
 import json
 import os
+import random
 import statistics
 import sys
 import tempfile
@@ -59,7 +60,8 @@ _FIGURES = {
 
 @dataclass(frozen=True)
 class Case:
-    """A change, and the traffic that it meets: requests in a closed loop, lengths in tokens."""
+    """A change, and the traffic that it meets: requests in a closed loop, lengths in tokens on
+    average, from half of that to half as much again."""
 
     kind: str  # of Change
     before: int
@@ -134,9 +136,14 @@ class Server:
             return answer
 
 
-async def load(server: Server, case: Case, words: Words) -> None:
+async def load(server: Server, case: Case, words: Words, seed: int) -> None:
     """A round of its traffic. Raises CallFailed if any of it fails."""
-    requests = single_requests(words, [(case.prompt, case.output)] * (5 * case.callers))
+    chance = random.Random(seed)
+    lengths = [
+        tuple(chance.randint(mean // 2, mean * 3 // 2) for mean in (case.prompt, case.output))
+        for _ in range(5 * case.callers)
+    ]
+    requests = single_requests(words, lengths)
     for record in await closed_loop(server.arm, requests, case.callers, _TIMEOUT):
         if record.status != OK:
             raise CallFailed(record.status, record.reason)
@@ -151,13 +158,13 @@ async def outcome(
     try:
         for server in (was, changed):
             await server.arm.start()
-            await load(server, replace(case, callers=2), words)
+            await load(server, replace(case, callers=2), words, seed)
         company = Company(cores, [was.arm.group, changed.arm.group])
         order = itertools.chain.from_iterable(
             (was, changed) if number % 2 == 0 else (changed, was) for number in range(rounds)
         )
-        for server in order:
-            await load(server, case, words)
+        for number, server in enumerate(order):
+            await load(server, case, words, seed + number // 2)  # both get the same lengths
         change = diagnosis_pb2.Change()
         setattr(change, case.kind, case.after)
         before = await was.diagnosis(what_if=[change])
@@ -200,9 +207,9 @@ async def run(options: argparse.Namespace) -> int:
                 return 1
         shown = []
         for name, (predicted, came) in figures.items():
-            error = predicted / came - 1
-            errors.setdefault(case.kind, []).append(abs(error))
-            shown.append(f"{name} {predicted:.4g} for {came:.4g} ({error:+.0%})")
+            off = predicted / came - 1
+            errors.setdefault(case.kind, []).append(abs(off))
+            shown.append(f"{name} {predicted:.4g} for {came:.4g} ({off:+.0%})")
         rows.append({"case": case.name, "figures": figures, "others": others})
         print(
             f"{case.name:26} {case.traffic}; others {others:.0%}\n    {', '.join(shown)}",
