@@ -139,10 +139,11 @@ class Server:
 async def load(server: Server, case: Case, words: Words, seed: int) -> None:
     """A round of its traffic. Raises CallFailed if any of it fails."""
     chance = random.Random(seed)
-    lengths = [
-        tuple(chance.randint(mean // 2, mean * 3 // 2) for mean in (case.prompt, case.output))
-        for _ in range(5 * case.callers)
-    ]
+
+    def around(mean: int) -> int:
+        return chance.randint(mean // 2, mean * 3 // 2)
+
+    lengths = [(around(case.prompt), around(case.output)) for _ in range(5 * case.callers)]
     requests = single_requests(words, lengths)
     for record in await closed_loop(server.arm, requests, case.callers, _TIMEOUT):
         if record.status != OK:
