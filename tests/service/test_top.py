@@ -49,6 +49,7 @@ class FakeServer(
         self.ledger = flooded_ledger()
         self.status: grpc.StatusCode | None = None
         self.is_silent = False
+        self.asked: list[diagnosis_pb2.DiagnoseRequest] = []
 
     def WatchLedger(
         self, request: ledger_pb2.WatchLedgerRequest, context: grpc.ServicerContext
@@ -69,6 +70,7 @@ class FakeServer(
     def Diagnose(
         self, request: diagnosis_pb2.DiagnoseRequest, context: grpc.ServicerContext
     ) -> diagnosis_pb2.DiagnoseResponse:
+        self.asked.append(request)
         return flooded_diagnosis()
 
 
@@ -133,7 +135,11 @@ async def test_it_shows_a_real_server(tmp_path: Path, columns: int, lines: int) 
         command = (*KVLEDGER, "top", *shown, "--interval", "0.1")
         with in_terminal(*command, columns=columns, lines=lines) as top:
             text = await top.until(
-                lambda t: is_live(t) and re.search(r"^A acme .*\nG globex ", t, re.MULTILINE)
+                lambda t: (
+                    is_live(t)
+                    and re.search(r"^memory +[1-9]", t, re.MULTILINE)
+                    and re.search(r"^A acme .*\nG globex ", t, re.MULTILINE)
+                )
             )
             rows = text.splitlines()
             assert len(rows) == lines
@@ -319,6 +325,9 @@ async def test_a_pipe_gets_one_picture_as_text(fake: FakeServer, address: str) -
     for name in ("acme FLOODS", "globex", "initech", "group team", "umbrella-production"):
         assert f" {name} " in done.stdout
     assert "limits    flooding_tenant 92%" in done.stdout, "there is room for all findings"
+    # First it must be known how long the server has served.
+    asked = [(each.interval.seconds, each.against.seconds) for each in fake.asked]
+    assert asked == [(30, 0), (30, 300)]
     old = {"PYTHONUTF8": "0", "LC_ALL": "C", "PYTHONIOENCODING": "ascii"}
     once = await printed("--server", address, "--once", **old)
     assert once.stdout.isascii()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import unicodedata
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -80,6 +81,8 @@ def books(owners: list[Owner], blocks: int = 1000) -> Books:
 def test_a_flooded_server_at_80_by_24() -> None:
     """Whoever opens it at night would not see who fills the memory, and what to do."""
     assert looks(flooded()) == GOLDEN
+    page = Path(__file__).parents[2] / "docs" / "top.md"
+    assert GOLDEN in page.read_text(), "the page shows another picture"
 
 
 def test_a_larger_terminal_shows_more() -> None:
@@ -223,6 +226,8 @@ def test_a_pause_holds_the_picture_and_its_age_grows() -> None:
     assert "PAUSED, 105 s old" in text.splitlines()[0]
     assert "A acme FLOODS      280" in text
     assert "p go on" in text
+    viewer.show_trouble("NO ANSWER")
+    assert looks(viewer, now=215.0).splitlines()[1] == "NO ANSWER"
     viewer.press("p", 215.0)
     assert "A acme FLOODS        0" in looks(viewer, now=215.0)
 

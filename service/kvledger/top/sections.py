@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from rich.cells import cell_len
 from rich.text import Text
@@ -147,11 +148,11 @@ def block_map(frame: Frame, books: Books, paper: Paper, rows: int) -> list[Text]
     lines = []
     for first in range(0, len(found), paper.width):
         parts = []
-        for cell in found[first : first + paper.width]:
+        for cell, run in groupby(found[first : first + paper.width]):
             style = cell.colour or ("dim" if cell.mark == FREE else "magenta")
             if cell.is_live and cell.colour:
                 style = f"bold black on {cell.colour}"
-            parts.append((cell.mark, style))
+            parts.append((cell.mark * len(list(run)), style))
         lines.append(paper.line(*parts))
     cell_is = f"a cell is {count(each)} blocks" if each > 1 else "a cell is a block"
     key = (

@@ -98,6 +98,7 @@ class Viewer:
             **{
                 **vars(kept),
                 "age": age,
+                "trouble": self._trouble,  # also while the picture stands still
                 "sort": SORTS[self._sort],
                 "first": self._first,
                 "is_paused": self._paused is not None,
