@@ -29,6 +29,7 @@ from kvledger.books.reader import BooksReader
 from kvledger.books.recent import RecentRequests
 from kvledger.books.recorder import Recorder
 from kvledger.constraints.compiler import ConstraintCompiler
+from kvledger.diagnosis.present import Present
 from kvledger.diagnosis.setup import kv_formats, setup_of
 from kvledger.diagnosis.traffic import Crowd, Traffic
 from kvledger.engine import Engine, StepOutcome
@@ -139,6 +140,7 @@ class Server:
             kv_formats(model),
             self._crowd,
             Served(model.id, model.fingerprint),
+            self._present,
         )
         self._front = self._make_front(keepalive)
         self._metrics_listener: MetricsListener | None = None
@@ -200,6 +202,17 @@ class Server:
 
     def _crowd(self) -> Crowd:
         return Crowd(*self._admission.crowd)
+
+    def _present(self) -> Present:
+        crowd, streams = self._crowd(), self._admission.streams
+        return Present(
+            waiting_requests=crowd.waiting,
+            waiting_tokens=self._admission.waiting_tokens,
+            held_requests=crowd.held,
+            running_requests=streams.running_count,
+            paused_requests=streams.paused_count,
+            running_sequences=self._engine.sequences_running,
+        )
 
     def _on_refusal(self, reason: str) -> None:
         self._metrics.refused(reason)

@@ -248,6 +248,11 @@ class Mailbox:
             news.ends[sample] = end_reason
         self.add_token(token)
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether it is full and waits for its reader."""
+        return self._stall is not None
+
     def _pause(self) -> None:
         if self._stall is None and not self.gave_up:
             for sequence in self.sequences:
@@ -316,6 +321,14 @@ class Streams:
     def waiting_count(self) -> int:
         """Requests that were never admitted yet, and still want to be."""
         return len(self._waiting)
+
+    @property
+    def paused_count(self) -> int:
+        """Requests that stand still because their tokens are not read; looks at all of them."""
+        return sum(
+            mailbox.is_paused and sequence == mailbox.sequences.start
+            for sequence, mailbox in self._mailboxes.items()
+        )
 
     @property
     def leaving_count(self) -> int:

@@ -345,12 +345,23 @@ async def test_a_full_mailbox_stops_its_sequence_and_nobody_else(
     assert flow.asked == []
     streams.deliver(outcome(tokens=[(1, 7), (1, 8)]))
     assert flow.asked == [("pause", 1)]
+    assert streams.paused_count == 1
     assert (await mail_of(other))[0] == [5]
     assert flow.asked == [("pause", 1)]
     assert (await mail_of(slow))[0] == [5, 6, 7, 8]
     assert flow.asked == [("pause", 1), ("resume", 1)]
+    assert streams.paused_count == 0
     streams.deliver(outcome(tokens=[(1, 9), (1, 9), (1, 9)]))
     assert flow.asked[2:] == [("pause", 1)]
+
+
+async def test_a_request_is_paused_once_whatever_its_samples(flow: FakeFlow, ends: Ends) -> None:
+    """An operator would be told of more slow readers than there are."""
+    streams = narrow(flow, ends)
+    streams.open(1, samples=2)
+    streams.deliver(outcome(tokens=[(1, 5), (2, 5)] * 3))
+    assert flow.asked == [("pause", 1), ("pause", 2)]
+    assert streams.paused_count == 1
 
 
 async def test_a_reader_who_never_comes_is_given_up_once(flow: FakeFlow, ends: Ends) -> None:

@@ -16,6 +16,7 @@ kvledger {version}: streams tokens of a language model and keeps the books of th
   kvledger chat       talk to a server in the terminal
   kvledger generate   send one prompt to a server
   kvledger ledger     show who has which part of the KV memory of a server
+  kvledger top        watch a server: who fills its memory, what limits it, does it get worse
   kvledger diagnose   what limits a server now, what to change first, and what would not help
   kvledger explain    where the time of a request went
   kvledger health     ask a server how it is, for probes
@@ -68,6 +69,8 @@ def _command(name: str) -> Callable[[Sequence[str]], int] | None:
         from kvledger.cli.health import run
     elif name == "ledger":
         from kvledger.cli.ledger import run
+    elif name == "top":
+        from kvledger.cli.top import run
     elif name == "diagnose":
         from kvledger.cli.diagnose import run
     elif name == "explain":

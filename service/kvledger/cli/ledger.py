@@ -39,7 +39,7 @@ def run(arguments: Sequence[str]) -> int:
         print(f"kvledger ledger: {error}", file=sys.stderr)
         return 2
     except grpc.RpcError as error:
-        print(f"kvledger ledger: {_explained(error, options)}", file=sys.stderr)
+        print(f"kvledger ledger: {explained(error, options)}", file=sys.stderr)
         return 1
     return 0
 
@@ -60,7 +60,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
         help='one tenant\'s account; clients may ask for their own, also as ""',
     )
     parser.add_argument(
-        "--interval", type=_seconds, default=1.0, help="of --watch, in seconds (%(default)g)"
+        "--interval", type=interval, default=1.0, help="of --watch, in seconds (%(default)g)"
     )
     parser.add_argument(
         "--json", action="store_true", help="one JSON object a line, as the contract names things"
@@ -68,7 +68,8 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(list(arguments))
 
 
-def _seconds(text: str) -> float:
+def interval(text: str) -> float:
+    """An option's seconds from one picture to the next."""
     value = float(text)
     if not 0.1 <= value <= 3600:
         raise argparse.ArgumentTypeError(f"{text} is not from 0.1 to 3600")
@@ -111,7 +112,8 @@ def _show(message: ledger_pb2.Ledger | ledger_pb2.Statement, options: argparse.N
     print(table(message), flush=True)  # type: ignore[arg-type]  # each has its own
 
 
-def _explained(error: grpc.RpcError, options: argparse.Namespace) -> str:
+def explained(error: grpc.RpcError, options: argparse.Namespace) -> str:
+    """What to do about a refusal."""
     if error.code() == grpc.StatusCode.UNIMPLEMENTED:
         return (
             f"{options.server} does not show the books; ask where operators are listened to: the "

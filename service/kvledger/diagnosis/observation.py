@@ -22,6 +22,7 @@ from kvledger.diagnosis.counts import (
 )
 from kvledger.diagnosis.traffic import TrafficCounts, class_quantile
 from kvledger.machine.peaks import MachinePeaks
+from kvledger.metrics.steps import PREEMPTED
 from kvledger.planning.floors import StepCosts
 
 # Of a machine that nobody measured: so fast that shares of it are nothing, and ten operations to a
@@ -125,7 +126,7 @@ class Observation:
     mixed_steps: int  # steps of both phases
     waterline: float  # of the pool, on average
     cached: float
-    preempted: int
+    preemptions: Mapping[str, int]  # by reason, where there were any
     forecast_error: float | None  # of a step's time, on average
     # Of the processors' time, what the operating system counted as used: by this process, of those
     # that it may use; and of the machine by anybody, None where that is not counted.
@@ -160,6 +161,11 @@ class Observation:
         """Of the requests' time, that in which they waited in the core; open ones included."""
         traffic = self.traffic
         return traffic.waiting_time / traffic.open_time if traffic.open_time else 0.0
+
+    @property
+    def preempted(self) -> int:
+        """Sequences that lost their blocks."""
+        return sum(self.preemptions.values())
 
     @property
     def held(self) -> float:
@@ -212,7 +218,11 @@ def observe(setup: Setup, counts: Counts) -> Observation:
         mixed_steps=int(counts.mixtures[BOTH, 0]),
         waterline=counts.pool.live / pool_time,
         cached=counts.pool.cached / pool_time,
-        preempted=int(counts.preemptions.sum()),
+        preemptions={
+            reason: int(count)
+            for reason, count in zip(PREEMPTED, counts.preemptions, strict=True)
+            if count
+        },
         forecast_error=off / taken if steps and taken else None,
         utilization=counts.processors.own / (max(1, counts.at) * setup.processors),
         machine_utilization=counts.processors.busy / counts.processors.whole

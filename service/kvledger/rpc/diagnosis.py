@@ -21,6 +21,7 @@ from kvledger.diagnosis.findings import percent
 from kvledger.diagnosis.history import GRAIN, History
 from kvledger.diagnosis.observation import Setup
 from kvledger.diagnosis.predictions import Change
+from kvledger.diagnosis.present import Present
 from kvledger.diagnosis.traffic import Crowd, Traffic
 from kvledger.engine import Engine
 from kvledger.errors import BooksUnavailable, FieldViolation, InvalidRequest, RequestUnknown
@@ -53,11 +54,13 @@ class DiagnosisServicer(diagnosis_pb2_grpc.DiagnosisServiceServicer):
         formats: Mapping[str, int],
         crowd: Callable[[], Crowd],
         served: Served,
+        present: Callable[[], Present],
     ) -> None:
-        """`formats` are bytes of a token by the KV formats that the build has; `crowd` is who is
-        here now."""
+        """`formats` are bytes of a token by the KV formats that the build has; `crowd` and
+        `present` are who is here now."""
         self._crowd = crowd
         self._served = served
+        self._present = present
         self._setup = setup
         self._engine = engine
         self._traffic = traffic
@@ -92,6 +95,7 @@ class DiagnosisServicer(diagnosis_pb2_grpc.DiagnosisServiceServicer):
             diagnosis = self._diagnose(now, seconds, what_if=what_if)
             response = diagnosis_pb2.DiagnoseResponse()
             fill(response.now, diagnosis, self._served)
+            self._fill_present(response.present, now)
             if asked and (served := self._history.served(now)) <= ago:
                 response.changes.append(
                     f"Nothing is kept of {ago:.0f} s ago: the server began {served:.0f} s ago."
@@ -143,6 +147,11 @@ class DiagnosisServicer(diagnosis_pb2_grpc.DiagnosisServiceServicer):
             PoolCounts(**times),
             self._traffic.counts,
         )
+
+    def _fill_present(self, message: diagnosis_pb2.Present, now: Counts) -> None:
+        for name, value in vars(self._present()).items():
+            setattr(message, name, value)
+        message.served.CopyFrom(duration(round(self._history.served(now) * _NANOS)))
 
 
 def _seconds(asked: duration_pb2.Duration, field: str, default: float) -> float:

@@ -58,6 +58,7 @@ def fill(message: diagnosis_pb2.Diagnosis, diagnosis: Diagnosis, served: Served)
     message.prefill_share = seen.prefill_share
     message.waterline = seen.waterline
     message.cached = seen.cached
+    message.preemptions.update(seen.preemptions)
     message.utilization = seen.utilization
     if seen.machine_utilization is not None:
         message.machine_utilization = seen.machine_utilization

@@ -44,7 +44,8 @@ class _Facts:
 
     name: str
     is_served: bool
-    waiting: int
+    held: int  # requests at the door
+    queued: int  # requests in the core that never ran
     guaranteed: int
     most: int | None  # blocks; None: as many as there are
 
@@ -175,11 +176,12 @@ class LedgerServicer(ledger_pb2_grpc.LedgerServiceServicer):
         return message
 
     def _facts(self, usage: TenantUsage) -> _Facts:
-        share, waiting = usage.share, usage.counts[Phase.HELD]
-        if share is None:
-            return _Facts(usage.name, not usage.is_closed, waiting, 0, None)
-        most = None if share.max_blocks >= self._pool.blocks else share.max_blocks
-        return _Facts(usage.name, not usage.is_closed, waiting, share.guaranteed_blocks, most)
+        share, most, guaranteed = usage.share, None, 0
+        if share is not None:
+            most = None if share.max_blocks >= self._pool.blocks else share.max_blocks
+            guaranteed = share.guaranteed_blocks
+        held, queued = usage.counts[Phase.HELD], usage.counts[Phase.WAITING]
+        return _Facts(usage.name, not usage.is_closed, held, queued, guaranteed, most)
 
     def _add_accounts(
         self, message: ledger_pb2.Ledger, books: Snapshot, facts: Mapping[int, _Facts]
@@ -194,14 +196,14 @@ class LedgerServicer(ledger_pb2_grpc.LedgerServiceServicer):
         message.tenants.extend(
             _tenant_account(Account(number), found)
             for number, found in left.items()
-            if found.guaranteed
+            if found.guaranteed or found.held or found.queued
         )
         message.tenants.sort(key=lambda tenant: tenant.number)
 
     def _gone(self, number: int) -> _Facts:
         """A tenant that may not enter any more, or never could."""
         names = self._names
-        return _Facts(names.of_tenant(number), names.is_served(number), 0, 0, None)
+        return _Facts(names.of_tenant(number), names.is_served(number), 0, 0, 0, None)
 
     def _memory_message(self) -> ledger_pb2.ProcessMemory:
         parts = self._memory.parts()
@@ -243,7 +245,8 @@ def _tenant_account(account: Account, facts: _Facts) -> ledger_pb2.TenantAccount
         reserved=_balance(account.reserved),
         cached=_balance(account.cached),
         open_requests=account.open_requests,
-        waiting_requests=facts.waiting,
+        waiting_requests=facts.held,
+        queued_requests=facts.queued,
         closed_held=block_time(account.closed_held),
         guaranteed_blocks=facts.guaranteed,
         max_blocks=facts.most,

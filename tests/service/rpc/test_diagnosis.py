@@ -3,29 +3,46 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 import pytest
 import pytest_asyncio
 from google.protobuf import duration_pb2
 from reuse_harness import BLOCK, TenantsServer, operated_tenants, prompt
-from scripted_model import PATIENCE
-from server_harness import refusal_of
+from scripted_model import PATIENCE, Gate
+from server_harness import refusal_of, until
 from tenants_harness import bearer
 
 from kvledger.cli import main
 from kvledger.rpc.translation import told_wait
 from kvledger.v1 import diagnosis_pb2 as pb
-from kvledger.v1 import diagnosis_pb2_grpc
+from kvledger.v1 import diagnosis_pb2_grpc, ledger_pb2, ledger_pb2_grpc
+
+T = TypeVar("T")
 
 PARTS = ("queued", "preempted", "prefill", "decode", "delayed", "stalled")
 
 
 def stub_of(channel: grpc.aio.Channel) -> Any:
     return diagnosis_pb2_grpc.DiagnosisServiceStub(channel)  # type: ignore[no-untyped-call]
+
+
+async def books_of(channel: grpc.aio.Channel, shown: Any) -> ledger_pb2.Ledger:
+    stub: Any = ledger_pb2_grpc.LedgerServiceStub(channel)  # type: ignore[no-untyped-call]
+    asked = ledger_pb2.GetLedgerRequest()
+    ledger: ledger_pb2.Ledger = (await stub.GetLedger(asked, metadata=shown)).ledger
+    return ledger
+
+
+async def let_through(gate: Gate, reading: Coroutine[Any, Any, T]) -> T:
+    """What is read between two steps: one is let through once it has been asked for."""
+    task = asyncio.create_task(reading)
+    await asyncio.sleep(0.1)
+    gate.let(1)
+    return await task
 
 
 class Clinic:
@@ -108,6 +125,39 @@ async def test_a_pool_that_is_too_small_is_found_in_a_real_server(clinic: Clinic
     pool = next(finding for finding in now.findings if finding.name == "pool")
     assert "--kv-bytes" in pool.remedy
     assert pool.in_vain
+    assert set(now.preemptions) <= {"for_another", "for_itself", "paused"}
+    preempted = sum(their.server.core.core.step_books.preemptions.tolist())
+    assert sum(now.preemptions.values()) == preempted > 0
+
+
+async def test_it_says_who_is_there_now(tmp_path: Path) -> None:
+    """An operator could not see the queue, nor which server this is."""
+    one_place = ("--max-sequences", "1")
+    async with operated_tenants(tmp_path, *one_place) as (their, channel):
+        clinic = Clinic(their, channel)
+        await their.changed(
+            lambda: their.tenants.change(
+                lambda values: values["tenants"]["globex"].update(limits={"running_max": 1})
+            )
+        )
+        gate = their.server.gate()
+        asked = []
+        for who in ("acme", "acme", "globex", "globex"):
+            asked.append(asyncio.create_task(their.ask(who, prompt(who, 20))))
+            arrived = len(asked)
+            await until(lambda: len(their.server.server._admission.open_requests) == arrived)  # noqa: B023
+            await until(lambda: gate.arrived == 1)
+        present = (await let_through(gate, clinic.diagnosis("eye"))).present
+        ledger = await let_through(gate, books_of(channel, clinic.shown("eye")))
+        assert present.served.ToNanoseconds() > 0
+        assert (present.waiting_requests, present.waiting_tokens) == (2, 40)
+        assert (present.held_requests, present.paused_requests) == (1, 0)
+        assert (present.running_requests, present.running_sequences) == (1, 1)
+        queued = {tenant.name: tenant.queued_requests for tenant in ledger.tenants}
+        assert (queued["acme"], queued["globex"]) == (1, 1)
+        gate.open()
+        await asyncio.gather(*asked)
+        assert (await clinic.diagnosis()).present.waiting_requests == 0
 
 
 async def test_an_interval_is_held_against_an_earlier_one(clinic: Clinic) -> None:

@@ -195,7 +195,7 @@ async def test_requests_that_run_and_wait_are_in_the_account(books: Books) -> No
     gate.let(1)
     ledger = await reading
     (row,) = [tenant for tenant in ledger.tenants if tenant.name == "acme"]
-    assert (row.open_requests, row.waiting_requests) == (1, 2)
+    assert (row.open_requests, row.waiting_requests, row.queued_requests) == (1, 2, 0)
     assert row.held.blocks == 3
     assert (row.guaranteed_blocks, row.max_blocks) == (6, 12)
     assert nanos(row.closed_held) == 0 < nanos(row.held.time)
