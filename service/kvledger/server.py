@@ -14,7 +14,7 @@ import gc
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import structlog
@@ -23,12 +23,15 @@ from kvledger import self_test
 from kvledger.admission import Admission, Prompt
 from kvledger.books.account_names import AccountNames
 from kvledger.books.lines import EndedRequest, PoolAccount, StepTime
+from kvledger.books.load_lines import Load
 from kvledger.books.pool_account import pool_account
 from kvledger.books.process_memory import ProcessMemory
 from kvledger.books.reader import BooksReader
 from kvledger.books.recent import RecentRequests
 from kvledger.books.recorder import Recorder
 from kvledger.constraints.compiler import ConstraintCompiler
+from kvledger.diagnosis.counts import Counts, EngineCounts, PoolCounts
+from kvledger.diagnosis.observation import Setup
 from kvledger.diagnosis.present import Present
 from kvledger.diagnosis.setup import kv_formats, setup_of
 from kvledger.diagnosis.traffic import Crowd, Traffic
@@ -111,7 +114,8 @@ class Server:
         self._work_metrics = WorkMetrics(
             self._metrics, settings, model, self._engine, self._prefix_metrics, peaks
         )
-        self._books = _books_of(settings, model, self._engine, self._metrics, self._pool_account)
+        setup = setup_of(settings, model, peaks, peaks_by_threads or {})
+        self._books = self._make_books(setup)
         self._telemetry = telemetry(settings.otlp, model.id)
         self._traffic = Traffic(model.pool.slots_per_block)
         self._recent = RecentRequests()
@@ -132,7 +136,7 @@ class Server:
             model.kv_format,
         )
         self._diagnosis = DiagnosisServicer(
-            setup_of(settings, model, peaks, peaks_by_threads or {}),
+            setup,
             self._engine,
             self._traffic,
             self._reader,
@@ -147,6 +151,27 @@ class Server:
         self._stop_requested = asyncio.Event()
         self._stop_now = asyncio.Event()
         self._broke = False
+
+    def _make_books(self, setup: Setup) -> Recorder:
+        """Raises SettingRefused if what it is told to use cannot be used."""
+        model, engine = self._model, self._engine
+
+        def steps() -> StepTime:
+            steps, _, unclaimed = engine.compute_totals
+            return StepTime(steps, unclaimed)
+
+        return Recorder(
+            self._settings,
+            model=model.id,
+            kv_format=model.kv_format,
+            blocks=model.blocks,
+            block_bytes=model.layout.block_bytes,
+            steps=steps,
+            metrics=self._metrics,
+            snapshot=self._pool_account,
+            load=self._load,
+            setup=setup,
+        )
 
     def _make_admission(self) -> Admission:
         settings = self._settings
@@ -330,6 +355,19 @@ class Server:
             self._stop_now.set()
         self._stop_requested.set()
 
+    def _load(self) -> Load:
+        """What steps did so far, and who is here."""
+        now, crowd = time.monotonic_ns(), self._crowd()
+        self._traffic.pass_time(now, crowd)
+        counts = Counts.now(
+            now,
+            self._engine.step_books,
+            EngineCounts(*self._engine.step_times),
+            PoolCounts(0, 0, 0, 0, 0),  # the lines of the pool have it
+            self._traffic.counts,
+        )
+        return Load(counts, crowd, self._engine.sequences_running)
+
     async def _pool_account(self) -> PoolAccount:
         snapshot = await self._reader.read()
         # There may be many thousands of accounts, and streams that must not wait for them.
@@ -436,31 +474,6 @@ class Server:
         self._admission.end_all()
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._admission.streams.wait_until_empty(), _LAST_WORDS)
-
-
-def _books_of(
-    settings: Settings,
-    model: ServedModel,
-    engine: Engine,
-    metrics: Metrics,
-    snapshot: Callable[[], Awaitable[PoolAccount]],
-) -> Recorder:
-    """Raises SettingRefused if what it is told to use cannot be used."""
-
-    def steps() -> StepTime:
-        steps, _, unclaimed = engine.compute_totals
-        return StepTime(steps, unclaimed)
-
-    return Recorder(
-        settings,
-        model=model.id,
-        kv_format=model.kv_format,
-        blocks=model.blocks,
-        block_bytes=model.layout.block_bytes,
-        steps=steps,
-        metrics=metrics,
-        snapshot=snapshot,
-    )
 
 
 def _reader_of(engine: Engine, settings: Settings) -> BooksReader:

@@ -77,6 +77,65 @@ def test_lines_come_in_order_behind_the_header(tmp_path: Path) -> None:
     assert content(folder) == [[HEADER, *(line(number) for number in range(1000))]]
 
 
+def test_lines_that_are_no_receipts_are_kept_and_not_counted(tmp_path: Path) -> None:
+    """Receipts would be reported as written, waiting or lost that nobody ever had."""
+    folder = tmp_path / "books"
+    with files_in(folder) as files:
+        assert files.add(line(1))
+        assert files.add_aside(b'{"kind":"load"}\n')
+        assert files.add(line(2))
+        wait(lambda: files.written_count == 2)
+    assert receipts(folder) == [line(1), b'{"kind":"load"}\n', line(2)]
+    assert (files.written_count, files.waiting_count, files.lost_count) == (2, 0, 0)
+
+
+def test_lines_that_are_no_receipts_leave_room_for_those(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a disk is full, lines about load would push receipts out, or be lost unseen."""
+    monkeypatch.setattr(receipt_files, "_ASIDE_BYTES_MAX", 40)
+    full = threading.Event()
+    full.set()
+
+    def write(descriptor: int, data: bytes) -> int:
+        if full.is_set() and data != HEADER:
+            raise OSError(errno.ENOSPC, "full")
+        return os.write(descriptor, data)
+
+    aside = b'{"kind":"load"}\n'
+    with files_in(tmp_path / "books", write=write, waiting_bytes_max=100) as files:
+        assert [files.add_aside(aside) for _ in range(4)] == [True, True, False, False]
+        assert files.add(line(1))
+        assert not files.add(line(2))  # no room in all
+        assert not files.add_aside(aside)
+        assert (files.waiting_count, files.lost_count) == (1, 1)
+        full.clear()
+        wait(lambda: files.written_count == 1)
+        assert files.add_aside(aside)  # there is room again
+    assert receipts(tmp_path / "books") == [aside, aside, line(1), aside]
+    assert files.lost_count == 1
+
+
+def test_lines_that_are_no_receipts_come_again_after_a_failure_of_the_disk(tmp_path: Path) -> None:
+    """A part of the load would be missing, and nothing would say so."""
+    failing = threading.Event()
+    failing.set()
+
+    def sync(descriptor: int) -> None:
+        if failing.is_set():
+            failing.clear()
+            raise OSError(errno.EIO, "broken")
+        os.fsync(descriptor)
+
+    aside = b'{"kind":"load"}\n'
+    with files_in(tmp_path / "books", sync=sync) as files:
+        assert files.add_aside(aside)
+        wait(lambda: files.failure_count == 1)
+        assert files.add(line(1))
+    assert content(tmp_path / "books")[-1] == [HEADER, aside, line(1)]
+    assert (files.written_count, files.waiting_count) == (1, 0)
+
+
 def test_folder_and_files_are_the_owners_alone(tmp_path: Path) -> None:
     """Whoever has an account on the machine could read who used what."""
     before = os.umask(0)

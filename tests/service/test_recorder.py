@@ -166,7 +166,7 @@ def _require_whole(folder: Path, prices: Path) -> None:
     """After a clean stop all adds up: receipts, the replica's own sums, and what it cost."""
     statement = state([folder])
     assert vars(statement.notes) == {
-        **{"files": 1, "torn_lines": 0, "damaged_lines": 0},
+        **{"files": 1, "torn_lines": 0, "damaged_lines": 0, "unknown_lines": 0},
         **{"duplicates": 0, "missing": 0, "lost": 0},
     }
     last = lines_in(folder, "pool")[-1]

@@ -12,29 +12,21 @@ disk failed between two attempts, counts once.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from kvledger.books.lines import LOST, VERSION
+from kvledger.books import load_lines
+from kvledger.books.file_lines import COUNTS, POOL_COUNTS, Notes, lines_of, paths_of, prices_of
+from kvledger.books.lines import LOST, are_counts
 from kvledger.books.prices import Prices
-from kvledger.errors import SettingRefused
 
 # What receipts can be summed by.
 KEYS = ("tenant", "model", "replica", "end", "day")
 
-# Of a receipt's line: what is summed.
-COUNTS = (
-    *("prompt_tokens", "output_tokens", "computed_tokens", "recomputed_tokens", "shared_tokens"),
-    *("reused_own_tokens", "reused_group_tokens", "reused_public_tokens", "uncached_tokens"),
-    *("held", "reserved", "sharing_saved", "preemptions", "queue", "preempted", "compute"),
-)
 _COSTS = ("memory_nanos", "compute_nanos")
-_POOL_COUNTS = ("elapsed", "steps", "unclaimed", "receipts", "lost")
-_REPLICA_TEXTS = ("replica", "model", "started_at")
 _STATES = ("free", "reserved", "held", "cached", "releasing")
 _START = {"states": dict.fromkeys(_STATES, 0)}
 
@@ -123,20 +115,6 @@ class Machines:
 
 
 @dataclass
-class Notes:
-    """What a reader of the sums should know."""
-
-    files: int = 0
-    torn_lines: int = 0
-    damaged_lines: int = 0
-    duplicates: int = 0
-    # Receipts that a replica counted and no file has, lost ones apart. Not known for a part of the
-    # time.
-    missing: int | None = 0
-    lost: int = 0
-
-
-@dataclass
 class Statement:
     """Sums over receipts of a time, by what was asked for."""
 
@@ -160,12 +138,35 @@ class _Replica:
     first_stated: Mapping[str, Any] | None = None
     last_stated: Mapping[str, Any] | None = None
 
+    @property
+    def id(self) -> str:
+        """Its name in the files."""
+        return str(self.facts["replica"])
+
+
+class Watcher(Protocol):
+    """Whoever wants the same lines as the sums, as they are read; each is whole, and of `replica`,
+    an id. A replica's lines of one kind come in the order in which they were written."""
+
+    def on_replica(self, line: Mapping[str, Any]) -> None:
+        """The first line of a file."""
+
+    def on_pool(self, replica: str, line: Mapping[str, Any]) -> None:
+        """How a machine stood, at any time."""
+
+    def on_load(self, replica: str, line: Mapping[str, Any]) -> None:
+        """What steps did, at any time; may come twice."""
+
+    def on_receipt(self, replica: str, line: Mapping[str, Any]) -> None:
+        """A request that is in the sums."""
+
 
 def state(
     folders: Sequence[Path],
     by: Sequence[str] = ("tenant", "model"),
     since: str = "",
     until: str = "",
+    watcher: Watcher | None = None,
 ) -> Statement:
     """Sums the files of some folders. Raises SettingRefused if there are none that can be read.
 
@@ -174,17 +175,24 @@ def state(
     """
     statement, seen = Statement(), set[bytes]()
     replicas: dict[str, _Replica] = {}
-    for path in _paths(folders):
+    for path in paths_of(folders):
         statement.notes.files += 1
         replica: _Replica | None = None
-        for line in _lines(path, statement.notes):
+        for line in lines_of(path, statement.notes):
             kind = line["kind"]
             if kind == "replica":
-                replica = replicas.setdefault(line["replica"], _Replica(line, _prices(line)))
+                replica = replicas.setdefault(line["replica"], _Replica(line, prices_of(line)))
+                if watcher is not None:
+                    watcher.on_replica(replica.facts)
             elif replica is None or not _is_whole(line, replica):
                 statement.notes.damaged_lines += 1
             elif kind == "pool":
                 _note_pool(replica, line, since, until)
+                if watcher is not None:
+                    watcher.on_pool(replica.id, line)
+            elif kind == "load":
+                if watcher is not None:
+                    watcher.on_load(replica.id, line)
             elif (key := bytes.fromhex(line["id"])) in seen:
                 statement.notes.duplicates += 1
             else:
@@ -192,90 +200,14 @@ def state(
                 replica.receipts += 1
                 if since <= line["ended_at"] and (not until or line["ended_at"] < until):
                     _add_receipt(statement, replica, line, by)
+                    if watcher is not None:
+                        watcher.on_receipt(replica.id, line)
     for replica in replicas.values():
         _add_machine(statement.machines, replica)
         _add_notes(statement.notes, replica)
     if since or until:
         statement.notes.missing = None
     return statement
-
-
-def _paths(folders: Sequence[Path]) -> list[Path]:
-    found: dict[Path, None] = {}
-    for folder in folders:
-        if not folder.is_dir():
-            raise SettingRefused(f"{folder}: there is no such folder; give that of --books")
-        try:
-            paths = sorted(path for path in folder.iterdir() if path.match("books-*.jsonl"))
-        except OSError as error:
-            raise SettingRefused(f"{folder}: {error.strerror or error}") from None
-        found.update(dict.fromkeys(path.resolve() for path in paths))
-    if not found:
-        raise SettingRefused(f"{folders[0]}: it has no files of --books")
-    return list(found)
-
-
-def _lines(path: Path, notes: Notes) -> Iterator[dict[str, Any]]:
-    """The readable lines of a file, each with a kind; the others are counted."""
-    try:
-        with path.open("rb") as file:
-            for data in file:
-                if not data.endswith(b"\n"):
-                    notes.torn_lines += 1
-                    return
-                line = _parsed(data)
-                if line is None:
-                    notes.damaged_lines += 1
-                    continue
-                if line["kind"] == "replica" and line["format"] != VERSION:
-                    raise SettingRefused(
-                        f"{path}: format {line['format']}, this version reads {VERSION}; "
-                        "use the version of kvledger that wrote it"
-                    )
-                yield line
-    except OSError as error:
-        raise SettingRefused(f"{path}: {error.strerror or error}") from None
-
-
-def _parsed(data: bytes) -> dict[str, Any] | None:
-    try:
-        line = json.loads(data)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(line, dict):
-        return None
-    kind = line.get("kind")
-    texts: tuple[str, ...]
-    numbers: tuple[str, ...]
-    if kind == "replica":
-        texts, numbers = _REPLICA_TEXTS, ("format", "blocks", "block_bytes")
-    elif kind == "pool":
-        texts, numbers = ("at",), _POOL_COUNTS
-    elif kind == "receipt":
-        texts = ("id", "ended_at", "tenant", "end")
-        numbers = () if line.get("end") == LOST else COUNTS
-    else:
-        return None
-    if not all(isinstance(line.get(name), str) for name in texts):
-        return None
-    if not _are_counts(line, numbers) or (kind == "replica" and line["blocks"] == 0):
-        return None
-    return line
-
-
-def _are_counts(values: Mapping[str, Any], names: Sequence[str]) -> bool:
-    return all(type(values.get(name)) is int and values[name] >= 0 for name in names)
-
-
-def _prices(line: Mapping[str, Any]) -> Prices | None:
-    facts = line.get("prices")
-    try:
-        return None if facts is None else Prices.of(facts)
-    except (ValueError, ArithmeticError, KeyError, AttributeError, TypeError):
-        raise SettingRefused(
-            f"replica {line['replica']}: its prices {facts!r} cannot be read; put its files into "
-            "another folder"
-        ) from None
 
 
 def _is_whole(line: Mapping[str, Any], replica: _Replica) -> bool:
@@ -285,17 +217,19 @@ def _is_whole(line: Mapping[str, Any], replica: _Replica) -> bool:
             bytes.fromhex(line["id"])
         except ValueError:
             return False
-        return line["end"] == LOST or replica.prices is None or _are_counts(line, _COSTS)
+        return line["end"] == LOST or replica.prices is None or are_counts(line, _COSTS)
+    if line["kind"] == "load":
+        return load_lines.is_whole(line)
     states = line.get("states")
     if states is None:
         return True
     accounts = line.get("accounts")
     return (
         isinstance(states, dict)
-        and _are_counts(states, _STATES)
+        and are_counts(states, _STATES)
         and sum(states[name] for name in _STATES) == replica.facts["blocks"] * line["elapsed"]
         and isinstance(accounts, list)
-        and all(isinstance(each, dict) and _are_counts(each, ("held",)) for each in accounts)
+        and all(isinstance(each, dict) and are_counts(each, ("held",)) for each in accounts)
     )
 
 
@@ -352,7 +286,7 @@ def _add_machine(machines: Machines, replica: _Replica) -> None:
     since = first.get("at") or replica.facts["started_at"]
     machines.since = min(machines.since or since, since)
     machines.until = max(machines.until, last["at"])
-    used = {name: last[name] - first.get(name, 0) for name in _POOL_COUNTS}
+    used = {name: last[name] - first.get(name, 0) for name in POOL_COUNTS}
     blocks = _block_account(replica, used["elapsed"])
     own = replica.own.counts["compute"]
     time = Account(

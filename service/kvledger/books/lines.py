@@ -1,25 +1,28 @@
 """The lines of the files of --books: what they say, for whoever writes and whoever reads them.
 
 A line is a JSON object whose `kind` says what it is of: `replica`, the first line of each file;
-`receipt`, one for each request; `pool`, now and then and at the end. They hold ids, names that the
-operator gave, and whole numbers: nanoseconds, block-nanoseconds, tokens, billionths of a unit of
-money. Nothing that a client sent stands there but the id that it gave its request.
+`receipt`, one for each request; `pool` and `load` (books/load_lines.py), now and then and at the
+end. They hold ids, names that the operator gave, and whole numbers: nanoseconds, block-nanoseconds,
+tokens, billionths of a unit of money; of settings also others. Nothing that a client sent stands
+there but the id that it gave its request. Readers pass over kinds that they do not know.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvledger.books.prices import Prices
 
 if TYPE_CHECKING:  # readers of the lines need no engine, which takes seconds to import
     from kvledger.streams import Receipt
 
-VERSION = 1
+VERSION = 2
+# Version 1 had no lines of load, and its readers took them for damage.
+READABLE = (1, 2)
 
 # How a request ended that has no receipt, because the engine was gone.
 LOST = "lost"
@@ -37,6 +40,8 @@ class Replica:
     blocks: int
     block_bytes: int
     prices: Prices | None
+    # Its settings and its machine, as diagnosis/setup_facts.py states them.
+    setup: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -137,6 +142,11 @@ def encoded(line: Mapping[str, object]) -> bytes:
     return json.dumps(line, separators=(",", ":")).encode() + b"\n"
 
 
+def are_counts(values: Mapping[str, Any], names: Sequence[str]) -> bool:
+    """Whether a line has whole numbers of these names, none less than 0."""
+    return all(type(values.get(name)) is int and values[name] >= 0 for name in names)
+
+
 def timestamp(when: datetime) -> str:
     """A moment of UTC, so that later ones sort behind earlier ones."""
     return when.astimezone(timezone.utc).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
@@ -154,6 +164,7 @@ def replica_line(replica: Replica) -> dict[str, object]:
         "kv_format": replica.kv_format,
         "blocks": replica.blocks,
         "block_bytes": replica.block_bytes,
+        **replica.setup,
     }
     if replica.prices is not None:
         line["prices"] = replica.prices.facts()

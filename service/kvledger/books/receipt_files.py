@@ -19,7 +19,7 @@ import stat
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -37,6 +37,8 @@ _SYNC_SECONDS = 0.4
 _RETRY_SECONDS = 1.0
 # What is written at a time, in bytes.
 _PIECE_BYTES = 64 << 10
+# What lines that are no receipts may take of the memory for lines that wait, in bytes.
+_ASIDE_BYTES_MAX = 1 << 20
 
 
 class _PartlyWritten(OSError):
@@ -45,6 +47,14 @@ class _PartlyWritten(OSError):
     def __init__(self, error: OSError, lines: int) -> None:
         super().__init__(error.errno, error.strerror)
         self.lines = lines
+
+
+class _Aside(bytes):
+    """A line that is no receipt: what is counted and told is of receipts."""
+
+
+def _receipts(lines: Iterable[bytes]) -> int:
+    return sum(not isinstance(line, _Aside) for line in lines)
 
 
 class ReceiptFiles:
@@ -75,7 +85,8 @@ class ReceiptFiles:
         self._changed = threading.Condition()
         # Guarded by it:
         self._waiting: deque[bytes] = deque()
-        self._waiting_bytes = 0
+        self._waiting_bytes = self._aside_bytes = 0
+        self._waiting_receipts = 0
         self._newest: dict[str, bytes] = {}  # by kind
         self._lost = self._written = self._failures = 0
         self._stopping = self._given_up = False
@@ -98,17 +109,17 @@ class ReceiptFiles:
 
     @property
     def waiting_count(self) -> int:
-        """Lines that are not written yet."""
-        return len(self._waiting)
+        """Receipts that are not written yet."""
+        return self._waiting_receipts
 
     @property
     def lost_count(self) -> int:
-        """Lines that could not be kept until there was room for them."""
+        """Receipts that could not be kept until there was room for them."""
         return self._lost
 
     @property
     def written_count(self) -> int:
-        """Lines written, those of `add_newest` apart."""
+        """Receipts written; lines of `add_aside` and `add_newest` are not counted."""
         return self._written
 
     @property
@@ -117,15 +128,36 @@ class ReceiptFiles:
         return self._failures
 
     def add(self, line: bytes) -> bool:
-        """Takes a line, which ends with a newline; False if it is lost for lack of room."""
+        """Takes a receipt, which ends with a newline; False if it is lost for lack of room."""
         with self._changed:
             if self._given_up or self._waiting_bytes + len(line) > self._waiting_bytes_max:
                 self._lost += 1
                 return False
-            self._waiting.append(line)
-            self._waiting_bytes += len(line)
-            self._changed.notify()
+            self._put(line)
         return True
+
+    def add_aside(self, line: bytes) -> bool:
+        """Takes a line that is no receipt; False, and nothing is counted, if there is no room."""
+        with self._changed:
+            if (
+                self._given_up
+                or self._aside_bytes + len(line) > _ASIDE_BYTES_MAX
+                or self._waiting_bytes + len(line) > self._waiting_bytes_max
+            ):
+                return False
+            self._put(_Aside(line))
+        return True
+
+    def _put(self, line: bytes) -> None:
+        self._waiting.append(line)
+        self._count_waiting([line], 1)
+        self._changed.notify()
+
+    def _count_waiting(self, lines: Sequence[bytes], sign: int) -> None:
+        """Lines that came to those that wait, or (-1) left them."""
+        self._waiting_bytes += sign * sum(map(len, lines))
+        self._waiting_receipts += sign * _receipts(lines)
+        self._aside_bytes += sign * sum(len(line) for line in lines if isinstance(line, _Aside))
 
     def add_newest(self, line: bytes, kind: str = "") -> None:
         """Takes a line that says all that earlier ones of its kind said: only it is kept."""
@@ -141,7 +173,7 @@ class ReceiptFiles:
         self._thread.join(seconds)
         with self._changed:
             self._given_up = True
-            self._lost += len(self._waiting)
+            self._lost += self._waiting_receipts
             lost = self._lost
         if self._thread.is_alive() or lost:
             _log.error("receipts_lost", lines=lost)
@@ -217,9 +249,8 @@ class ReceiptFiles:
         finally:
             self._unsynced += lines[:kept]
             with self._changed:
-                for _ in range(kept):
-                    self._waiting_bytes -= len(self._waiting.popleft())
-                self._written += kept
+                self._count_waiting([self._waiting.popleft() for _ in range(kept)], -1)
+                self._written += _receipts(lines[:kept])
 
     def _fitting(self, lines: list[bytes], first: int) -> int:
         """How many lines are for one write; begins a new file where this one is full."""
@@ -300,8 +331,8 @@ class ReceiptFiles:
         """Leaves a file as it is; its newest lines go into the next one again."""
         with self._changed:
             self._waiting.extendleft(reversed(self._unsynced))
-            self._waiting_bytes += sum(map(len, self._unsynced))
-            self._written -= len(self._unsynced)
+            self._count_waiting(self._unsynced, 1)
+            self._written -= _receipts(self._unsynced)
         self._close_file()
 
     def _close_file(self) -> None:

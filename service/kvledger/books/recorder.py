@@ -18,9 +18,13 @@ import structlog
 from kvledger import __version__
 from kvledger.books import lines
 from kvledger.books.lines import EndedRequest, PoolAccount, Replica, StepTime, Totals
+from kvledger.books.load_lines import PHASES, Load, load_line
 from kvledger.books.options import BooksSettings
 from kvledger.books.prices import Meter
 from kvledger.books.receipt_files import ReceiptFiles, file_name
+from kvledger.diagnosis.counts import Counts
+from kvledger.diagnosis.observation import Setup, phase_figures
+from kvledger.diagnosis.setup_facts import facts_of
 from kvledger.metrics import Metrics
 from kvledger.streams import Receipt
 
@@ -28,6 +32,8 @@ _log = structlog.get_logger(__name__)
 
 # How often the pool's account is written, in seconds.
 _INTERVAL = 10.0
+# Less than this, in nanoseconds, is told by the next line of load.
+_LOAD_LEAST = 10**9
 # How long the engine may take to state it, in seconds: it does so between two steps.
 _SNAPSHOT_SECONDS = 5.0
 # How long a server that stops waits for the disk, in seconds.
@@ -45,6 +51,7 @@ class Moment:
     elapsed: int  # nanoseconds since the start
     steps: StepTime
     pool: PoolAccount | None  # None: the engine did not say
+    load: Load | None = None
 
 
 class Recorder:
@@ -61,15 +68,19 @@ class Recorder:
         steps: Callable[[], StepTime],
         metrics: Metrics,
         snapshot: Snapshot | None = None,
+        load: Callable[[], Load] | None = None,
+        setup: Setup | None = None,
     ) -> None:
         """Raises SettingRefused if the prices cannot be used.
 
         `steps` says how long all steps took so far. Without `snapshot` the lines of the pool do
-        not say in which states its blocks were.
+        not say in which states its blocks were. `load` says what steps did so far and who is here;
+        it needs the `setup`.
         """
         prices = settings.price_list()
         self._meter = Meter(prices, blocks) if prices is not None else None
         self._steps, self._snapshot = steps, snapshot
+        self._load, self._setup = load, setup
         self._totals = Totals()
         self._started = time.monotonic_ns()
         started_at = datetime.now(timezone.utc)
@@ -82,10 +93,12 @@ class Recorder:
             blocks=blocks,
             block_bytes=block_bytes,
             prices=prices,
+            setup=facts_of(setup) if setup is not None else {},
         )
         self._settings, self._metrics = settings, metrics
         self._files: ReceiptFiles | None = None
         self._before: PoolAccount | None = None  # when it began
+        self._load_before: Counts | None = None  # at the last line of load
 
     async def start(self) -> None:
         """Begins to keep receipts. Raises SettingRefused if the folder cannot be used.
@@ -102,6 +115,7 @@ class Recorder:
             settings.books_file_bytes,
         )
         self._started, self._before = time.monotonic_ns(), await self._ask()
+        self._load_before = self._load().counts if self._load is not None else None
         _log.info("books_kept", replica=self._replica.id)
         self._metrics.watch(
             "kvledger_books_receipts_waiting",
@@ -152,15 +166,32 @@ class Recorder:
             return None
         pool = await self._ask() if self._before is not None else None
         elapsed = time.monotonic_ns() - self._started
-        return Moment(datetime.now(timezone.utc), elapsed, self._steps(), pool)
+        load = self._load() if self._load is not None else None
+        return Moment(datetime.now(timezone.utc), elapsed, self._steps(), pool, load)
 
     async def state_pool(self, moment: Moment | None, is_last: bool = False) -> None:
-        """Writes the pool's account of a moment, and what receipts come to until now."""
+        """Writes the pool's account of a moment, what receipts come to until now, and the load."""
         if self._files is None or moment is None:
             return
         line = await asyncio.to_thread(self._pool_line, moment, replace(self._totals), is_last)
         # One that does not say how the blocks stood must not push out one that does.
         self._files.add_newest(line, "unstated" if moment.pool is None else "stated")
+        if moment.load is not None and self._load_before is not None:
+            passed = moment.load.counts.at - self._load_before.at
+            if passed >= _LOAD_LEAST or (is_last and passed > 0):
+                self._state_load(self._files, moment.at, moment.load, self._load_before)
+
+    def _state_load(self, files: ReceiptFiles, at: datetime, load: Load, before: Counts) -> None:
+        """Writes what steps did since the last line that could be kept."""
+        assert self._setup is not None
+        interval = load.counts.since(before)
+        figures = {
+            name: phase_figures(self._setup.costs, interval, phase)
+            for phase, name in enumerate(PHASES)
+        }
+        line = lines.encoded(load_line(at, self._started, before, load, figures))
+        if files.add_aside(line):  # else the next one tells of this time too
+            self._load_before = load.counts
 
     def _pool_line(self, moment: Moment, totals: Totals, is_last: bool) -> bytes:
         """In a thread of its own: it may have thousands of accounts."""

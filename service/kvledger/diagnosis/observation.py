@@ -210,8 +210,8 @@ def observe(setup: Setup, counts: Counts) -> Observation:
         step_seconds=counts.engine.steps / 1e9,
         sampling_seconds=counts.engine.sampling / 1e9,
         forward_seconds=counts.engine.forward / 1e9,
-        decode=_phase(costs, counts, DECODE),
-        prefill=_phase(costs, counts, PREFILL),
+        decode=phase_figures(costs, counts, DECODE),
+        prefill=phase_figures(costs, counts, PREFILL),
         decode_step=decode_quantiles,
         both_step=both_quantiles,
         prefill_step=prefill_quantiles,
@@ -233,7 +233,8 @@ def observe(setup: Setup, counts: Counts) -> Observation:
     )
 
 
-def _phase(costs: StepCosts, counts: Counts, phase: int) -> PhaseFigures:
+def phase_figures(costs: StepCosts, counts: Counts, phase: int) -> PhaseFigures:
+    """What a phase, a row of `counts.phases`, did in an interval."""
     steps, nanoseconds, tokens, keys, sequences = (int(value) for value in counts.phases[phase])
     # A step of both phases reads its weights for its decoding; its prompts ride on that.
     alone = steps if phase == DECODE else int(counts.mixtures[PREFILL_ONLY, 0])

@@ -11,12 +11,13 @@ import secrets
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvledger.streams import Receipt
+if TYPE_CHECKING:  # readers of books need no engine, which takes seconds to import
+    from kvledger.streams import Receipt
 
 # Lengths fall into classes that double: 1, 2, 3 to 4, 5 to 8, ...
 CLASSES = 24

@@ -12,12 +12,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from kvledger.machine.peaks import MachinePeaks
-from kvledger.models.config import LlamaConfig
-from kvledger.models.llama import LlamaWeights
-from kvledger.ops import Weight
+
+if TYPE_CHECKING:  # readers of books need no model, which takes seconds to import
+    from kvledger.models.config import LlamaConfig
+    from kvledger.models.llama import LlamaWeights
+    from kvledger.ops import Weight
 
 Operations = Mapping[str, float]  # by the format of the weights; "f32" for attention
 
