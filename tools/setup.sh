@@ -16,9 +16,9 @@ say() { printf '%s\n' "setup: $*"; }
 fail() { printf '%s\n' "setup: $*" >&2; exit 1; }
 
 case $tier in
-  serve) extras='' tiers='serve' ;;
-  test) extras='[test]' tiers='serve test' ;;
-  check) extras='[test,check]' tiers='serve test check' ;;
+  serve) extras='[report]' tiers='serve' ;;
+  test) extras='[report,test]' tiers='serve test' ;;
+  check) extras='[report,test,check]' tiers='serve test check' ;;
   *) fail "unknown tier '$tier'; known are serve, test and check" ;;
 esac
 
@@ -43,6 +43,15 @@ command -v make >/dev/null 2>&1 || need make
 if [ "$tier" != serve ] && command -v g++ >/dev/null 2>&1; then
   printf '#include <doctest/doctest.h>\n' | g++ -x c++ -fsyntax-only - 2>/dev/null ||
     need doctest-dev
+fi
+
+# Reports are opened in a browser by one test, which nobody has to install one for.
+if [ "$tier" = check ] && ! command -v chromium >/dev/null 2>&1; then
+  if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
+    need chromium
+  else
+    say "chromium is not there: the tests that open a report in it will be skipped"
+  fi
 fi
 
 if [ -n "$missing" ]; then
@@ -82,7 +91,8 @@ fi
 wanted=$(cat pyproject.toml tools/setup.sh | cksum)
 if [ "$(cat "$venv/.packages-$tier" 2>/dev/null)" != "$wanted" ]; then
   say "will download, if not there yet: the Python packages of pyproject.toml $extras"
-  say "(torch is the largest: 200 MB where pip finds a CPU build, gigabytes with CUDA)"
+  say "(torch is the largest: 200 MB where pip finds a CPU build, gigabytes with CUDA; matplotlib,"
+  say "for the charts of kvledger report, takes 25 MB with what it needs)"
   pip install --no-compile 'scikit-build-core>=0.11' 'pybind11>=3.0' 'grpcio-tools>=1.80' 'cmake>=3.25' 'ninja>=1.10'
   rm -f "$venv/.built"
 fi

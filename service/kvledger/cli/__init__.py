@@ -24,6 +24,7 @@ kvledger {version}: streams tokens of a language model and keeps the books of th
   kvledger plan       what a model takes, how many sequences fit, how fast it can be at most
   kvledger tenants    who may call: add, list, rotate, revoke, remove, set, group, gateway
   kvledger statement  what the receipts that servers kept come to, and what stood idle
+  kvledger report     a page about what servers recorded: memory, time, limits, costs
   kvledger doctor     check this machine, the model and the port, and say what to mend;
                       --isolation: whether a running server keeps its tenants apart
 """
@@ -83,6 +84,8 @@ def _command(name: str) -> Callable[[Sequence[str]], int] | None:
         from kvledger.cli.plan import run
     elif name == "statement":
         from kvledger.cli.statement import run
+    elif name == "report":
+        from kvledger.cli.report import run
     elif name == "doctor":
         from kvledger.cli.doctor import run
     else:
