@@ -59,6 +59,7 @@ def test_what_a_server_did_is_in_its_report(
     for name in ("memory", "decode", "roofline", "batches", "steps", "queue"):
         assert f'<svg class="wide" viewBox="0 0 860 300" role="img" aria-labelledby="{name}' in text
     assert "--machine-peaks measures it" in text  # the test's servers leave that out
+    assert "that cannot be, and are in no chart" not in text
     capsys.readouterr()
     assert run_statement([str(folder), "--by", "tenant"]) == 0
     statement = capsys.readouterr().out

@@ -16,6 +16,7 @@ from kvledger.books.file_statement import state
 from kvledger.books.lines import timestamp
 from kvledger.books.statement_rows import compute_rows, memory_rows, sums_rows
 from kvledger.cli.report import run
+from kvledger.report.costs import cost_bars
 from kvledger.report.page import POLICY, STATEMENT_MAX, report_page
 
 EVIL = ("<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "$\\frac{a}$ & {{ 7 * 7 }}")
@@ -289,7 +290,11 @@ def test_without_prices_bars_are_of_what_was_used(tmp_path: Path) -> None:
     assert "EUR" not in texts
     assert books.meter is None
     plant(tmp_path / "books", prices=PRICES)
-    assert "EUR by tenant" in page_of(tmp_path / "books").texts["costs"]
+    (bars,) = cost_bars(state([tmp_path / "books"], ("tenant",)))
+    assert (bars.title, bars.parts) == ("EUR by tenant", ("memory", "compute"))
+    assert [bar.name for bar in bars.rows] == ["acme", "zoo"]
+    assert sum(bars.rows[0].parts) == pytest.approx(100, abs=0.02)
+    assert sum(bars.rows[1].parts) == pytest.approx(50, abs=0.02)
 
 
 def test_damage_is_told_and_ends_nothing(tmp_path: Path) -> None:
@@ -333,7 +338,8 @@ def test_the_command_writes_a_file(tmp_path: Path, capsys: pytest.CaptureFixture
     output = tmp_path / "page.html"
     output.write_text("before")
     assert run([str(tmp_path / "books"), "--output", str(output)]) == 0
-    assert output.read_text() == report_page([tmp_path / "books"])
+    assert output.read_text().startswith("<!DOCTYPE html>")
+    assert output.read_text().endswith("</html>")
     assert str(output) in capsys.readouterr().out
     assert {path.name for path in tmp_path.iterdir()} == {"books", "page.html"}
     lone = Writer(tmp_path / "books")
@@ -348,7 +354,10 @@ def test_the_command_writes_a_file(tmp_path: Path, capsys: pytest.CaptureFixture
         (["."], "it has no files of --books"),
         (["books", "--from", "2026-12-01", "--to", "2026-12-01"], "is not before --to"),
         (["books", "--output", "books"], "it is a folder; name a file in it"),
-        (["books", "--output", "missing/page.html"], "--output missing/page.html: No such file"),
+        (
+            ["books", "--output", "missing/page.html"],
+            "page.html: there is no folder missing",
+        ),
     ],
 )
 def test_what_cannot_be_written_says_what_to_change(

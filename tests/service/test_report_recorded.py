@@ -131,6 +131,7 @@ def test_lines_whose_numbers_cannot_be_are_in_no_chart(tmp_path: Path) -> None:
     *_, pool, load = books.path.read_text().splitlines()
     with books.path.open("a") as file:
         file.write(pool.replace('"at":"2026', '"at":"x2026') + "\n")
+        file.write(pool.replace('"at":"2026', '"at":"9999') + "\n")
         file.write(load.replace('"at":"2026', '"at":"x2026').replace('"since":1', '"since":2'))
         file.write("\n")
     huge = Planted(tmp_path / "books")
@@ -139,9 +140,12 @@ def test_lines_whose_numbers_cannot_be_are_in_no_chart(tmp_path: Path) -> None:
     for _ in range(2):
         huge.passes({"a": 1})
         huge.states_pool()
+    books.passes({"a": 1})
+    books.accounts[False, "a"]["held"] = 10**400
+    books.states_pool()
     books.ends(receipt(1 << 200, 1 << 200), "a")
     recorded = read(tmp_path / "books")
-    assert recorded.unplaced_lines == 4
+    assert recorded.unplaced_lines == 6
     assert len(recorded.timeline.buckets()) == 2
     assert recorded.replicas[books.replica.id].traffic.ended == 0
 

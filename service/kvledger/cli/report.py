@@ -23,6 +23,8 @@ def run(arguments: Sequence[str]) -> int:
         output = options.output
         if output.is_dir():
             raise SettingRefused(f"--output {output}: it is a folder; name a file in it")
+        if not output.parent.is_dir():
+            raise SettingRefused(f"--output {output}: there is no folder {output.parent}")
         from kvledger.report.page import report_page
 
         page = report_page(options.folder, since, until).encode("utf-8", "replace")

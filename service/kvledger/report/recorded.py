@@ -3,7 +3,6 @@ that is but the names of tenants and replicas."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,6 +17,8 @@ from kvledger.report.timeline import Memory, Timeline
 # A sum of so many byte-nanoseconds or nanoseconds cannot be of a machine; charts pass over it.
 _MOST = 1 << 100
 _OTHERS = "(others)"
+# The year 2242: no clock is that far off, and there are times that charts have no room for.
+_LATEST = 1 << 33
 
 
 @dataclass
@@ -151,17 +152,16 @@ class Recorded:
     ) -> None:
         """What the pool had between two lines."""
         elapsed = now[1]["elapsed"] - before[1]["elapsed"]
-        # Clocks are set; how long it was is what the machine's own said.
-        began, ended = now[0] - elapsed / 1e9, now[0]
         size, blocks = record.facts["block_bytes"], record.facts["blocks"]
         states = {name: now[1]["states"][name] - before[1]["states"][name] for name in _STATES}
-        if elapsed / 1e9 > 1e9 or size * blocks * elapsed > _MOST or min(states.values()) < 0:
+        tenants, scopes = _accounts(before[1], now[1])
+        rest = states["held"] + states["reserved"] - scopes - sum(tenants.values())
+        # Clocks are set; how long it was is what the machine's own said.
+        began, ended = now[0] - min(elapsed, _MOST) / 1e9, now[0]
+        if began < 0 or size * blocks * elapsed > _MOST or min(rest, *states.values()) < 0:
             self.unplaced_lines += 1
             return
         record.states.update(states)
-        tenants, scopes = _accounts(before[1], now[1])
-        live = states["held"] + states["reserved"] - scopes
-        rest = live - sum(tenants.values())
         if rest > 0:
             tenants[_OTHERS] = rest
         memory = Memory(
@@ -210,11 +210,11 @@ def _number(value: Any) -> int:
 
 
 def _seconds(at: str) -> float | None:
-    """Seconds since 1970 of a moment as the files have it; None if it is none."""
+    """Seconds since 1970 of a moment as the files have it; None if no clock can have said it."""
     try:
         # Python 3.10 does not read the Z.
         when = datetime.fromisoformat(at[:-1] + "+00:00" if at.endswith("Z") else at)
         seconds = (when if when.tzinfo else when.replace(tzinfo=timezone.utc)).timestamp()
     except (ValueError, OverflowError):
         return None
-    return seconds if math.isfinite(seconds) else None
+    return seconds if 0 <= seconds < _LATEST else None

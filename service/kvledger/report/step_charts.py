@@ -244,8 +244,8 @@ def batch_chart(recorded: Recorded) -> Chart:
         tail.plot(x, [each * 1e3 for each in quantiles[0.99]], "s--", color=colour(SERIES[5]))
         tail.plot(x, [each * 1e3 for each in quantiles[0.5]], "o-", color=colour(SERIES[0]))
         tail.set_title("ms a step")
-        tail.set_xlim(-0.5, len(classes) - 0.5)
         for axes in panels:
+            axes.set_xlim(-0.6, max(5, len(classes)) - 0.4)  # one bar alone is no wall
             axes.set_xticks(list(x), labels)
             axes.set_xlabel("sequences that decode in the step")
             axes.set_ylim(bottom=0)
