@@ -45,15 +45,6 @@ if [ "$tier" != serve ] && command -v g++ >/dev/null 2>&1; then
     need doctest-dev
 fi
 
-# Reports are opened in a browser by one test, which nobody has to install one for.
-if [ "$tier" = check ] && ! command -v chromium >/dev/null 2>&1; then
-  if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
-    need chromium
-  else
-    say "chromium is not there: the tests that open a report in it will be skipped"
-  fi
-fi
-
 if [ -n "$missing" ]; then
   if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
     say "will install from Debian:$missing"

@@ -57,6 +57,13 @@ python tests/soak/poisoned_memory.py --reuses "${REUSES:-1000000}" --seed "${SEE
 say "drift: memory, descriptors, threads and blocks after an hour as after a quarter of one"
 python tests/soak/drift.py --minutes "${MINUTES:-60}" --seed "${SEED:-1}"
 
+if command -v chromium > /dev/null 2>&1; then
+  say "a report in a browser, without a network"
+  python -m pytest -q --soak -rP tests/service/test_report_in_browser.py
+else
+  say "skipped: a report in a browser needs chromium (Debian: chromium)"
+fi
+
 say "very many connections"
 python -m pytest -q --soak -rP -k "connections" tests/integration/test_faults_of_a_process.py
 

@@ -13,10 +13,10 @@ from planted_books import Planted, ends_some
 from kvledger.report.page import POLICY, report_page
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None,
-    reason="chromium is not installed (tools/setup.sh check installs it where it may)",
-)
+pytestmark = [
+    pytest.mark.soak,
+    pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed (Debian: chromium)"),
+]
 EVIL = ("<script>alert(1)</script>", '"><img src="https://example.com/x" onerror="alert(1)">')
 _PATIENCE = 120.0
 
