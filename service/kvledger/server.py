@@ -130,6 +130,7 @@ class Server:
             self._memory,
             model.pool,
             model.kv_format,
+            self._work_metrics.clock,
         )
         self._diagnosis = DiagnosisServicer(
             setup_of(settings, model, peaks, peaks_by_threads or {}),

@@ -236,6 +236,7 @@ async def test_a_server_tells_its_load() -> None:
     assert sum(phases) == pytest.approx(compute)
     assert 0 < done["kvledger_books_seconds_total receipts"] < 0.1
     assert done["kvledger_books_seconds_total scrapes"] > 0
+    assert done["kvledger_books_seconds_total looks"] == 0, "nobody looked at the ledger"
 
 
 async def test_requests_that_never_ran_are_counted_by_tenant_and_reason() -> None:

@@ -216,6 +216,8 @@ class Traffic:
         stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)  # type: ignore[no-untyped-call]
         while True:
             await self._may_send.wait()
+            if not self._may_send.is_set():  # that it was set is told later
+                continue
             self._number += 1
             label = f"{self.life}.{self._number}"
             drawn = draw(self.seed, self.life * 1_000_000 + self._number)

@@ -189,7 +189,8 @@ def test_a_statement_of_another_moment_is_found() -> None:
     for change in (-1, 1):
         for name in ("held", "reserved", "cached"):
             wrong = copy.deepcopy(statement)
-            getattr(wrong, name).time.nanos += change
+            balance = getattr(wrong, name)
+            _put(balance, nanos(balance.time) + change)
             assert statement_faults(ledger, wrong, ledger, 4), (name, change)
         wrong = copy.deepcopy(statement)
         wrong.closed_held.nanos += change

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TypeVar
 
 _Result = TypeVar("_Result")
@@ -15,21 +15,25 @@ class BooksClock:
     """Nanoseconds spent on books, by what for; any thread may add."""
 
     # Counting what receipts say, and keeping them for files and diagnosis, in the event loop;
-    # answering who asks, in threads of the listener.
-    PARTS = ("receipts", "records", "scrapes")
+    # answering who asks for metrics, in threads of the listener; showing the ledger to who asks.
+    PARTS = ("receipts", "records", "scrapes", "looks")
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._nanoseconds = dict.fromkeys(self.PARTS, 0)
 
-    @contextmanager
-    def scraping(self) -> Iterator[None]:
+    def scraping(self) -> AbstractContextManager[None]:
         """Counts what is done inside as part of an answer."""
+        return self.counting("scrapes")
+
+    @contextmanager
+    def counting(self, part: str) -> Iterator[None]:
+        """Counts what is done inside as one of PARTS."""
         began = time.perf_counter_ns()
         try:
             yield
         finally:
-            self._add("scrapes", time.perf_counter_ns() - began)
+            self._add(part, time.perf_counter_ns() - began)
 
     def counted(self, part: str, function: Callable[..., _Result]) -> Callable[..., _Result]:
         """The same function, whose time counts as one of PARTS."""
