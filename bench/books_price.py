@@ -30,7 +30,15 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,6 +60,8 @@ from bench.serve import count, positive
 from kvledger import _core
 from kvledger.v1 import diagnosis_pb2, diagnosis_pb2_grpc, ledger_pb2, ledger_pb2_grpc
 
+# What can be on or off.
+PARTS = ("files", "scrape", "watch", "diagnose")
 _SCRAPE_SECONDS = 1.0
 _WATCH_MILLISECONDS = 100
 _DIAGNOSE_SECONDS = 5.0
@@ -138,14 +148,16 @@ class Books:
     """The server that keeps all of them, and those who look."""
 
     folder: Path
+    on: Sequence[str]  # some of PARTS
     port: int = field(default_factory=free_port)
 
     @property
     def options(self) -> list[str]:
         """Of its command line."""
         (self.folder / "prices.toml").write_text(_PRICES)
+        kept = ["--books", str(self.folder / "books"), "--prices", str(self.folder / "prices.toml")]
         return [
-            *("--books", str(self.folder / "books"), "--prices", str(self.folder / "prices.toml")),
+            *(kept if "files" in self.on else ()),
             *("--operators-listen", self.operators, "--metrics-listen", f"127.0.0.1:{self.port}"),
         ]
 
@@ -163,13 +175,13 @@ class Books:
     async def looked_at(self) -> AsyncIterator[None]:
         """Everybody looks meanwhile."""
         async with grpc.aio.insecure_channel(self.operators) as channel:
+            all_looks: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {
+                "scrape": lambda: _again(_SCRAPE_SECONDS, lambda: asyncio.to_thread(self.scrape)),
+                "watch": lambda: _watch(channel),
+                "diagnose": lambda: _again(_DIAGNOSE_SECONDS, lambda: _diagnose(channel)),
+            }
             looks = [
-                asyncio.create_task(each)
-                for each in (
-                    _again(_SCRAPE_SECONDS, lambda: asyncio.to_thread(self.scrape)),
-                    _watch(channel),
-                    _again(_DIAGNOSE_SECONDS, lambda: _diagnose(channel)),
-                )
+                asyncio.create_task(look()) for name, look in all_looks.items() if name in self.on
             ]
             try:
                 yield
@@ -251,10 +263,10 @@ async def compare(
     pairs = list(zip(found[True], found[False], strict=True))
     rate = ratio_of([with_books.rate / without.rate for with_books, without in pairs])
     cpu = ratio_of([with_books.cpu / without.cpu for with_books, without in pairs])
-    for name, arm_turns in (("all on", found[True]), ("all off", found[False])):
+    for name, arm_turns in (("on", found[True]), ("off", found[False])):
         rates = statistics.median(turn.rate for turn in arm_turns)
         each = statistics.median(turn.cpu for turn in arm_turns)
-        print(f"{name:8}{rates:9.1f} tokens/s, {each * 1e6:8.1f} us of processor time a token")
+        print(f"{name:4}{rates:9.1f} tokens/s, {each * 1e6:8.1f} us of processor time a token")
     print(f"tokens/s, on over off              {rate}")
     print(f"processor time a token, on over off {cpu}")
     print("counted, of the time of steps: " + shares_text(parts))
@@ -279,7 +291,7 @@ async def run_servers(options: argparse.Namespace) -> int:
         if options.model == "random":
             model = write_random_model(Path(home) / "random")
         settings = ArmSettings(default_cache(), model, cores[1:], 1)
-        books = Books(Path(home))
+        books = Books(Path(home), options.on)
         shared = ["--kv-blocks", str(options.kv_blocks), "--max-sequences", str(options.at_once)]
         on = Kvledger(settings, [*shared, *books.options])
         off = Kvledger(settings, [*shared, "--operators-listen", "none"])
@@ -389,6 +401,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--core", action="store_true", help="the core's calls alone")
     parser.add_argument("--sequences", type=count, default=64, help="of --core")
     parser.add_argument("--model", default="random", help="random, or as of kvledger serve")
+    parser.add_argument(
+        "--on", nargs="+", choices=PARTS, default=PARTS, help="of the server that keeps books"
+    )
     parser.add_argument("--rounds", type=count, default=12, help="pairs of them")
     parser.add_argument("--seconds", type=positive, default=6.0, help="of a round")
     parser.add_argument("--at-once", type=count, default=16, help="requests")

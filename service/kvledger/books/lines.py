@@ -21,6 +21,9 @@ if TYPE_CHECKING:  # readers of the lines need no engine, which takes seconds to
 
 VERSION = 1
 
+# json.dumps makes one for each line, which takes as long as the line.
+_ENCODER = json.JSONEncoder(separators=(",", ":"))
+
 # How a request ended that has no receipt, because the engine was gone.
 LOST = "lost"
 
@@ -134,12 +137,13 @@ class Totals:
 
 def encoded(line: Mapping[str, object]) -> bytes:
     """A line as it stands in a file."""
-    return json.dumps(line, separators=(",", ":")).encode() + b"\n"
+    return _ENCODER.encode(line).encode() + b"\n"
 
 
 def timestamp(when: datetime) -> str:
     """A moment of UTC, so that later ones sort behind earlier ones."""
-    return when.astimezone(timezone.utc).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+    utc = when.astimezone(timezone.utc).replace(tzinfo=None)
+    return utc.isoformat(timespec="microseconds") + "Z"
 
 
 def replica_line(replica: Replica) -> dict[str, object]:
