@@ -122,7 +122,7 @@ class ReceiptFiles:
             if self._given_up or self._waiting_bytes + len(line) > self._waiting_bytes_max:
                 self._lost += 1
                 return False
-            # Only the first is news: while some wait, the thread collects more, or writes, and looks
+            # Only the first is news: while some wait, the thread collects more, or writes and looks
             # again. To be woken for each would cost more than writing them.
             if not self._waiting:
                 self._changed.notify()
