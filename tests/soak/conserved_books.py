@@ -188,6 +188,21 @@ def told_numbers(receipt: pb.Receipt) -> dict[str, object]:
     }
 
 
+# Of these tenants are told powers of two times 100 ms, rounded up: exactly, they would tell how
+# busy others are.
+_ROUNDED = ("queue", "preempted")
+
+
+def _as_told(name: str, number: Any) -> Any:
+    """A number of the files as a caller is told it."""
+    if name not in _ROUNDED or not number:
+        return number
+    told = 100_000_000
+    while told < number:
+        told *= 2
+    return told
+
+
 @dataclass
 class Told:
     """How the callers of one process and its files compare."""
@@ -234,7 +249,7 @@ def _call_faults(
         else:
             told.untold += 1
         for name, value in wanted.items():
-            yield from differing(f"{who}: {name}", value, line.get(name))
+            yield from differing(f"{who}: {name}", value, _as_told(name, line.get(name)))
         if call.was_told and call.receipt is None:
             yield f"{who} was refused, and has a line"
     if lines:

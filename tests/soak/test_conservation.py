@@ -48,7 +48,9 @@ def told(label: str = "0.1", held: int = 5 * _SECOND + 3) -> Call:
     receipt.sharing_saved.nanos = 11
     receipt.compute_time.FromNanoseconds(13)
     for number, name in enumerate(("queue", "prefill", "decode", "stall", "preempted")):
-        getattr(receipt, f"{name}_time").FromNanoseconds(20 + number)
+        rounded = name in ("queue", "preempted")
+        time_told = 100_000_000 << number if rounded else 20 + number
+        getattr(receipt, f"{name}_time").FromNanoseconds(time_told)
     receipt.computed_tokens, receipt.peak_blocks, receipt.preemptions = 30, 31, 32
     receipt.reused_own_tokens, receipt.uncached_tokens = 33, 34
     receipt.cost.memory_nanos, receipt.cost.compute_nanos = 40, 41
@@ -79,6 +81,17 @@ def test_every_number_is_compared(name: str) -> None:
     found = compare([call], Files([line]), None)
     # How a request ended is not on a receipt.
     assert bool(found.wrong) == (name != "end")
+
+
+def test_waits_are_told_to_a_factor_of_two() -> None:
+    """Everything that a tenant is told of waits would count as equal, or nothing would."""
+    call = told()
+    line = line_of(call)
+    assert (line["queue"], line["preempted"]) == (100_000_000, 1_600_000_000)
+    for name, least in (("queue", 1), ("preempted", 800_000_001)):
+        assert compare([call], Files([{**line, name: least}]), None).wrong == []
+        assert compare([call], Files([{**line, name: least - 1}]), None).wrong
+        assert compare([call], Files([{**line, name: line[name] + 1}]), None).wrong
 
 
 def test_a_receipt_that_is_missing_or_stands_twice_is_found() -> None:
