@@ -28,10 +28,10 @@ NOBODY = np.empty(0, dtype=np.uint64)
 NO_REASONS = np.empty(0, dtype=np.uint8)
 
 
-def make_arrivals(count: int, max_tokens: int) -> _core.Arrivals:
-    """`count` prompts of PROMPT_TOKENS tokens."""
+def make_arrivals(count: int, max_tokens: int, first: int = 0) -> _core.Arrivals:
+    """`count` prompts of PROMPT_TOKENS tokens, with ids from `first` on."""
     return _core.Arrivals(
-        ids=np.arange(count, dtype=np.uint64),
+        ids=np.arange(first, first + count, dtype=np.uint64),
         tenants=(np.arange(count) % 7).astype(np.uint32),
         arrived_at=np.zeros(count, np.int64),
         priorities=np.zeros(count, np.int32),

@@ -48,6 +48,9 @@ class BlockPool {
   // Blocks that may be reserved now, without taking any from the prefix index.
   BlockCount available() const noexcept { return ledger_.free(); }
 
+  // Counts as time of the books while it lives (Ledger::timed).
+  [[nodiscard]] CallTimer::Call timed() const noexcept { return ledger_.timed(); }
+
   // Promises `count` blocks to `account`, or nothing if fewer are available.
   std::optional<Reservation> reserve(RequestAccount account, BlockCount count);
 

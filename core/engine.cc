@@ -23,7 +23,7 @@ BlockCount table_width(const EngineSettings& settings) {
 
 Engine::Engine(const EngineSettings& settings, Nanoseconds now)
     : settings_(settings),
-      ledger_(settings.blocks, now),
+      ledger_(settings.blocks, now, settings.books_clock),
       pool_(ledger_),
       tables_(settings.scheduler.sequences_max, table_width(settings)),
       cache_(settings.prefixes, settings.slots_per_block, ledger_, pool_),
@@ -293,7 +293,10 @@ void Engine::settle_step(StepId step, Nanoseconds now) {
   KVL_CHECK_EQ(*uncommitted_, step);
   ledger_.advance(now);
   uncommitted_.reset();
-  compute_.book(scheduler_.chunks(), ledger_.now() - planned_at_);
+  {
+    const auto timed = ledger_.timed();
+    compute_.book(scheduler_.chunks(), ledger_.now() - planned_at_);
+  }
   pool_.settle();
   for (const Chunk& chunk : scheduler_.chunks()) {
     chunk.sequence->in_step = false;
@@ -309,6 +312,7 @@ const StepReport& Engine::take_report() {
 }
 
 Books Engine::books(Nanoseconds now) {
+  const auto timed = ledger_.timed();
   ledger_.advance(now);
   Books books = books_of(ledger_);
   for (const auto& [id, sequence] : sequences_) {
@@ -399,6 +403,7 @@ void Engine::end_sequence(Sequence& sequence, EndReason reason) {
 }
 
 void Engine::write_receipt(const Request& request, const Sequence& last) {
+  const auto timed = ledger_.timed();
   const Statement statement = ledger_.close(request.account);
   const BlockTime held = to_block_time(statement.held);
   const BlockTime reserved = to_block_time(statement.reserved);

@@ -29,6 +29,7 @@
 #include "core/block_pool.h"
 #include "core/block_table.h"
 #include "core/books.h"
+#include "core/call_timer.h"
 #include "core/compute_time.h"
 #include "core/ledger.h"
 #include "core/prefix_cache.h"
@@ -49,6 +50,8 @@ struct EngineSettings {
   // Tokens that end a text.
   std::vector<Token> end_of_text;
   PrefixCacheSettings prefixes;
+  // For counting what the books take; without it nobody counts.
+  CallTimer::Clock books_clock = nullptr;
 };
 
 class Engine {
@@ -115,6 +118,9 @@ class Engine {
   const Ledger& ledger() const noexcept { return ledger_; }
   const BlockTables& tables() const noexcept { return tables_; }
   ComputeTotals compute_totals() const noexcept { return compute_.totals(); }
+  // What the books took so far: postings, dividing steps' time, counting what steps did, receipts,
+  // writing the books out. Each call contains one look at the clock.
+  Nanoseconds books_nanoseconds() const noexcept { return ledger_.nanoseconds(); }
   PrefixCounts prefix_counts() const noexcept { return cache_.counts(); }
   std::int64_t running() const noexcept { return scheduler_.running(); }
   std::int64_t waiting() const noexcept { return scheduler_.waiting(); }

@@ -37,8 +37,12 @@ void Ledger::Account::post(BlockCount change, Nanoseconds now) {
   KVL_CHECK_GE(balance, kNone);
 }
 
-Ledger::Ledger(BlockCount total, Nanoseconds now)
-    : total_(total), opened_at_(now), now_(now), owners_(static_cast<std::size_t>(total.value())) {
+Ledger::Ledger(BlockCount total, Nanoseconds now, CallTimer::Clock clock)
+    : total_(total),
+      opened_at_(now),
+      now_(now),
+      owners_(static_cast<std::size_t>(total.value())),
+      timer_(clock) {
   KVL_CHECK_GT(total, kNone);
   for (Account& account : state_) {
     account.since = now;
@@ -51,6 +55,7 @@ void Ledger::advance(Nanoseconds now) noexcept {
 }
 
 RequestAccount Ledger::open(TenantId id) {
+  const auto timed = timer_.call();
   Tenant& holder = tenant(id);
   if (closed_.empty()) {
     make_room(closed_, requests_.size() + 1);  // closing all of them allocates nothing
@@ -73,6 +78,7 @@ RequestAccount Ledger::open(TenantId id) {
 }
 
 Statement Ledger::close(RequestAccount account) {
+  const auto timed = timer_.call();
   Request& closing = request(account);
   KVL_CHECK_EQ(closing.held.balance, kNone);
   KVL_CHECK_EQ(closing.reserved.balance, kNone);
@@ -91,6 +97,7 @@ Statement Ledger::close(RequestAccount account) {
 }
 
 void Ledger::reserve(RequestAccount account, BlockCount count) {
+  const auto timed = timer_.call();
   KVL_CHECK_GE(count, kNone);
   move(BlockState::kFree, BlockState::kReserved, count);
   request(account).reserved.post(count, now_);
@@ -98,6 +105,7 @@ void Ledger::reserve(RequestAccount account, BlockCount count) {
 }
 
 void Ledger::forfeit(RequestAccount account, BlockCount count) {
+  const auto timed = timer_.call();
   KVL_CHECK_GE(count, kNone);
   request(account).reserved.post(kNone - count, now_);
   request(account).tenant->reserved.post(kNone - count, now_);
@@ -105,6 +113,7 @@ void Ledger::forfeit(RequestAccount account, BlockCount count) {
 }
 
 void Ledger::acquire(RequestAccount account, BlockId block) {
+  const auto timed = timer_.call();
   Owner& owner = checked_at(owners_, block.value());
   KVL_CHECK_EQ(owner.state, BlockState::kFree);
   Request& holder = request(account);
@@ -119,6 +128,7 @@ void Ledger::acquire(RequestAccount account, BlockId block) {
 }
 
 Nanoseconds Ledger::join(RequestAccount account, BlockId block, std::uint32_t references) {
+  const auto timed = timer_.call();
   Owner& owner = checked_at(owners_, block.value());
   Request& joining = request(account);
   const bool of_scope = owner.tenant != nullptr && is_shared(ScopeId{owner.tenant->id.value()});
@@ -157,34 +167,41 @@ Nanoseconds Ledger::join(RequestAccount account, BlockId block, std::uint32_t re
 }
 
 void Ledger::leave(RequestAccount account, BlockId block, Nanoseconds stamp) {
+  const auto timed = timer_.call();
   end_reference(account, held(block), stamp);
 }
 
 void Ledger::release(RequestAccount account, BlockId block, Nanoseconds stamp) {
+  const auto timed = timer_.call();
   take_from_holder(account, block, stamp, BlockState::kFree);
 }
 
 void Ledger::retire(RequestAccount account, BlockId block, Nanoseconds stamp) {
+  const auto timed = timer_.call();
   take_from_holder(account, block, stamp, BlockState::kReleasing);
 }
 
 void Ledger::cache(RequestAccount account, BlockId block, Nanoseconds stamp) {
+  const auto timed = timer_.call();
   take_from_holder(account, block, stamp, BlockState::kCached);
 }
 
 void Ledger::settle(BlockId block, bool cached) {
+  const auto timed = timer_.call();
   Owner& owner = checked_at(owners_, block.value());
   KVL_CHECK_EQ(owner.state, BlockState::kReleasing);
   put(owner, cached ? BlockState::kCached : BlockState::kFree);
 }
 
 void Ledger::evict(BlockId block) {
+  const auto timed = timer_.call();
   Owner& owner = checked_at(owners_, block.value());
   KVL_CHECK_EQ(owner.state, BlockState::kCached);
   put(owner, BlockState::kFree);
 }
 
 void Ledger::give(RequestAccount account, BlockId block, TenantId scope, std::uint32_t references) {
+  const auto timed = timer_.call();
   Owner& owner = held(block);
   KVL_CHECK(owner.holding == Holding::kAlone);
   KVL_CHECK_EQ(owner.account, account);
@@ -198,6 +215,7 @@ void Ledger::give(RequestAccount account, BlockId block, TenantId scope, std::ui
 }
 
 void Ledger::hold_for_scope(BlockId block) {
+  const auto timed = timer_.call();
   Owner& owner = checked_at(owners_, block.value());
   KVL_CHECK_EQ(owner.state, BlockState::kCached);
   KVL_CHECK(is_shared(ScopeId{owner.tenant->id.value()}));
@@ -207,10 +225,16 @@ void Ledger::hold_for_scope(BlockId block) {
 }
 
 void Ledger::end_hold_for_scope(BlockId block, bool releasing) {
+  const auto timed = timer_.call();
   Owner& owner = held(block);
   KVL_CHECK(owner.holding == Holding::kScope);
   owner.tenant->held.post(kNone - kOne, now_);
   put(owner, releasing ? BlockState::kReleasing : BlockState::kCached);
+}
+
+void Ledger::account(TenantId id) {
+  const auto timed = timer_.call();
+  tenant(id);
 }
 
 BlockCount Ledger::live(TenantId id) const noexcept {

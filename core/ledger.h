@@ -26,6 +26,8 @@
 //
 // Only BlockPool posts. One thread at a time may use a ledger; nothing here allocates except
 // open(), which may grow the table of request accounts, and account(), for a new tenant or scope.
+//
+// With a clock it knows what all of it takes: postings, and what else calls timed().
 
 #pragma once
 
@@ -36,6 +38,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "core/call_timer.h"
 #include "core/split_time.h"
 #include "core/types.h"
 
@@ -99,8 +102,15 @@ struct TenantStatement {
 
 class Ledger {
  public:
-  // All `total` blocks start free at time `now`.
-  Ledger(BlockCount total, Nanoseconds now);
+  // All `total` blocks start free at time `now`. `clock` is for timed() alone; postings take place
+  // at the ledger's own time.
+  Ledger(BlockCount total, Nanoseconds now, CallTimer::Clock clock = nullptr);
+
+  // Counts as time of the books while it lives: postings do so, and so does other bookkeeping that
+  // is made of them.
+  [[nodiscard]] CallTimer::Call timed() const noexcept { return timer_.call(); }
+  // All that was counted so far; 0 without a clock.
+  Nanoseconds nanoseconds() const noexcept { return timer_.nanoseconds(); }
 
   // Postings take place at the ledger's time. Time never runs back: an earlier `now` is the
   // latest one.
@@ -138,7 +148,7 @@ class Ledger {
   void end_hold_for_scope(BlockId block, bool releasing = false);
 
   // Makes a tenant's or a shared scope's account, if there is none.
-  void account(TenantId id) { tenant(id); }
+  void account(TenantId id);
   // Blocks that a tenant holds or has reserved.
   BlockCount live(TenantId id) const noexcept;
 
@@ -222,6 +232,7 @@ class Ledger {
   std::vector<Request> requests_;
   std::vector<RequestAccount> closed_;  // accounts that may be opened again
   std::vector<Owner> owners_;           // by block
+  mutable CallTimer timer_;             // of const calls too
 };
 
 }  // namespace kvledger

@@ -250,8 +250,12 @@ void Scheduler::observe(Nanoseconds elapsed, Nanoseconds now, bool is_whole) noe
     prompts += chunks_[i].tokens > 0 ? 1 : 0;  // the others are samples that begin at their end
   }
   const Nanoseconds decode = step_time_.decode_time(work_.decode_tokens, work_.decode_keys);
-  books_.observe(work_, static_cast<std::int64_t>(decode_chunks_), prompts, elapsed, decode,
-                 step_time_.expected(work_));
+  const Nanoseconds expected = step_time_.expected(work_);
+  {
+    const auto timed = pool_.timed();
+    books_.observe(work_, static_cast<std::int64_t>(decode_chunks_), prompts, elapsed, decode,
+                   expected);
+  }
   if (work_.prefill_tokens > 0) {
     book_delays(elapsed - StepBooks::decode_part(work_, elapsed, decode), now);
   }

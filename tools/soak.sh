@@ -1,6 +1,6 @@
 #!/bin/sh
 # The long runs: hours on two cores. docs/testing.md says when they last ran. SEED, FUZZ_RUNS, REQUESTS,
-# REUSES and MINUTES change their lengths.
+# REUSES, MINUTES, BOOKS_MINUTES and KILLS change their lengths.
 set -eu
 cd "$(dirname "$0")/.."
 root=$PWD
@@ -53,6 +53,9 @@ python tests/soak/mixed_load.py --requests "${REQUESTS:-100000}" --seed "${SEED:
 
 say "blocks full of NaN whenever they change hands: a million of them in each KV format"
 python tests/soak/poisoned_memory.py --reuses "${REUSES:-1000000}" --seed "${SEED:-1}"
+
+say "conservation: the books of servers that are killed, to the nanosecond"
+python tests/soak/conservation.py --minutes "${BOOKS_MINUTES:-10}" --kills "${KILLS:-6}" --seed "${SEED:-1}"
 
 say "drift: memory, descriptors, threads and blocks after an hour as after a quarter of one"
 python tests/soak/drift.py --minutes "${MINUTES:-60}" --seed "${SEED:-1}"

@@ -29,11 +29,13 @@ struct Report {
   Balances balances;
   PrefixCounts prefixes;
   ComputeTotals compute;
+  Nanoseconds books = 0;
 };
 
 Report report_of(Engine& engine) {
   return {engine.take_report(),       engine.running(),       engine.waiting(),
-          engine.ledger().balances(), engine.prefix_counts(), engine.compute_totals()};
+          engine.ledger().balances(), engine.prefix_counts(), engine.compute_totals(),
+          engine.books_nanoseconds()};
 }
 
 py::tuple totals_of(const ComputeTotals& totals) {
@@ -167,7 +169,7 @@ std::unique_ptr<BoundEngine> make_engine(std::int64_t blocks, std::int32_t slots
                                          std::int64_t step_time_max, std::int64_t step_stretch,
                                          std::int64_t prefill_time_max, bool reuses_prefixes,
                                          std::uint64_t seed, double cost_growth,
-                                         bool times_prefixes, std::int64_t now) {
+                                         bool times_prefixes, bool times_books, std::int64_t now) {
   require(blocks >= 1 && blocks < (std::int64_t{1} << 31), "blocks must be from 1 to 2^31 - 1");
   require(slots_per_block >= 1, "slots_per_block must be at least 1");
   require(context_tokens >= 2, "context_tokens must be at least 2");
@@ -195,6 +197,7 @@ std::unique_ptr<BoundEngine> make_engine(std::int64_t blocks, std::int32_t slots
   require(cost_growth >= 0.0 && cost_growth <= 1.0, "cost_growth must be from 0 to 1");
   settings.prefixes.cost_growth = cost_growth * slots_per_block;
   settings.prefixes.clock = times_prefixes ? &steady_now : nullptr;
+  settings.books_clock = times_books ? &steady_now : nullptr;
   return std::make_unique<BoundEngine>(std::make_unique<Engine>(settings, now));
 }
 
@@ -414,6 +417,8 @@ void bind_report(py::module_& module) {
       .def_property_readonly(
           "prefix_nanoseconds", [](const Report& r) { return r.prefixes.nanoseconds; },
           "Time spent on reuse so far, where prefixes are timed.")
+      .def_readonly("books_nanoseconds", &Report::books,
+                    "Time that the books took so far, where they are timed; core/ledger.h.")
       .def_property_readonly(
           "compute_totals", [](const Report& r) { return totals_of(r.compute); },
           "Nanoseconds of all steps so far, and of them those on receipts, and those of requests "
@@ -532,7 +537,8 @@ void bind_engine(py::module_& module) {
            py::arg("overtakes_max") = 16, py::arg("preemptions_max") = 3,
            py::arg("step_time_max") = 0, py::arg("step_stretch") = 0,
            py::arg("prefill_time_max") = 0, py::arg("reuses_prefixes") = false, py::arg("seed") = 0,
-           py::arg("cost_growth") = 0.0, py::arg("times_prefixes") = false, py::arg("now"))
+           py::arg("cost_growth") = 0.0, py::arg("times_prefixes") = false,
+           py::arg("times_books") = false, py::arg("now"))
       .def("plan", &plan_step, py::arg("now"), py::arg("arrivals") = py::none(),
            py::arg("end_ids").noconvert() = py::none(),
            py::arg("end_reasons").noconvert() = py::none(),

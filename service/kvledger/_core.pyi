@@ -153,6 +153,8 @@ class Report:
     @property
     def prefix_nanoseconds(self) -> int: ...
     @property
+    def books_nanoseconds(self) -> int: ...
+    @property
     def compute_totals(self) -> tuple[int, int, int]: ...
     @property
     def balances(self) -> npt.NDArray[np.int64]: ...
@@ -208,6 +210,7 @@ class Engine:
         seed: int = ...,
         cost_growth: float = ...,
         times_prefixes: bool = ...,
+        times_books: bool = ...,
         now: int,
     ) -> None: ...
     def plan(

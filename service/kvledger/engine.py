@@ -109,6 +109,7 @@ def make_core(
         # Where things lie in the index must not be known to who chooses the tokens.
         seed=secrets.randbits(64),
         times_prefixes=True,
+        times_books=True,
         now=time.monotonic_ns(),
     )
 
@@ -217,6 +218,12 @@ class Engine:
         """Of that and of commits, what finding, keeping and evicting prefixes took."""
         report = self._last_report
         return report.prefix_nanoseconds / 1e9 if report is not None else 0.0
+
+    @property
+    def books_seconds(self) -> float:
+        """Of the time of its thread, what the core's books took: postings, dividing steps' time."""
+        report = self._last_report
+        return report.books_nanoseconds / 1e9 if report is not None else 0.0
 
     @property
     def compute_totals(self) -> tuple[int, int, int]:

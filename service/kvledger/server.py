@@ -134,6 +134,7 @@ class Server:
             self._memory,
             model.pool,
             model.kv_format,
+            self._work_metrics.clock,
         )
         self._diagnosis = DiagnosisServicer(
             setup,
@@ -186,7 +187,7 @@ class Server:
             set_shares=self._engine.set_shares,
             on_refusal=self._on_refusal,
             on_receipt=self._work_metrics.on_receipt,
-            price=self._books.price,
+            price=self._work_metrics.clock.counted("records", self._books.price),
             record=self._work_metrics.recording(self._record),
             on_arrival=self._on_arrival,
         )

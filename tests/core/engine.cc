@@ -385,3 +385,32 @@ TEST_CASE("the audit finds a block in a table that the ledger gave away") {
   }
   CHECK(driver.engine.audit().value_or("") == "");
 }
+
+namespace {
+
+std::int64_t looks_at_the_clock = 0;
+
+Nanoseconds counting_clock() noexcept {
+  return ++looks_at_the_clock;
+}
+
+}  // namespace
+
+TEST_CASE("what the books take is counted step by step, where there is a clock") {
+  // If this fails, nobody sees that bookkeeping has become dear.
+  EngineSettings settings = small_engine(8);
+  EngineDriver untimed(settings);
+  settings.books_clock = &counting_clock;
+  EngineDriver driver(settings);
+  for (EngineDriver* each : {&untimed, &driver}) {
+    each->accept(1, 2, 3);
+    each->steps(1, 10);
+  }
+  const Nanoseconds before = driver.engine.books_nanoseconds();
+  driver.steps(1, 10);
+  // Two tokens fit into the first block: dividing the step's time and counting the step remain.
+  CHECK(driver.engine.books_nanoseconds() == before + 2);
+  driver.engine.books(driver.now);
+  CHECK(driver.engine.books_nanoseconds() == before + 3);
+  CHECK(untimed.engine.books_nanoseconds() == 0);
+}

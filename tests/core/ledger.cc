@@ -328,3 +328,48 @@ TEST_CASE("the audit finds an account that gave more back than it had") {
   CHECK_BREAKS(ledger.forfeit(ben, blocks(1)));
   CHECK(ledger.audit().value_or("").find("reserved: booked 3, found 2") == 0);
 }
+
+namespace {
+
+std::int64_t looks = 0;
+
+// Goes on by one with each look, so what is counted is the number of calls.
+Nanoseconds counting_clock() noexcept {
+  return ++looks;
+}
+
+}  // namespace
+
+TEST_CASE("with a clock each posting counts, and other bookkeeping that says so") {
+  // If this fails, the price of the books looks smaller than it is.
+  Ledger ledger(blocks(4), 0, &counting_clock);
+  const RequestAccount anna = ledger.open(kAnna);
+  const RequestAccount other = ledger.open(kAnna);
+  ledger.account(kBen);
+  ledger.reserve(anna, blocks(3));
+  ledger.acquire(anna, BlockId{0});
+  ledger.acquire(anna, BlockId{1});
+  ledger.forfeit(anna, blocks(1));
+  CHECK(ledger.nanoseconds() == 7);
+  const Nanoseconds stamp = ledger.join(other, BlockId{0}, 1);
+  ledger.leave(other, BlockId{0}, stamp);
+  ledger.cache(anna, BlockId{0});
+  ledger.evict(BlockId{0});
+  ledger.retire(anna, BlockId{1});
+  ledger.settle(BlockId{1});
+  CHECK(ledger.nanoseconds() == 13);
+  {
+    const auto timed = ledger.timed();
+    ledger.close(anna);
+    ledger.close(other);
+  }
+  CHECK(ledger.nanoseconds() == 14);
+  check_balances(ledger, {4, 0, 0, 0, 0});
+}
+
+TEST_CASE("without a clock nothing is counted") {
+  // If this fails, a simulation would need a clock, and would not replay.
+  Ledger ledger(blocks(1), 0);
+  ledger.close(ledger.open(kAnna));
+  CHECK(ledger.nanoseconds() == 0);
+}

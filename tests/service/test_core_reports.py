@@ -169,3 +169,11 @@ def test_prefixes_are_timed_where_that_was_asked_for() -> None:
         committed = core.commit(plan.step, np.array([40, 41], np.int32), None, 2)
         assert (0 < planned.prefix_nanoseconds < committed.prefix_nanoseconds) == times
         assert core.prefix_counts["nanoseconds"] == committed.prefix_nanoseconds
+
+
+def test_the_books_are_timed_where_that_was_asked_for() -> None:
+    """The price of the books would be shown as nothing."""
+    for times in (False, True):
+        core, plan, planned = started(times_books=times)
+        committed = core.commit(plan.step, np.array([40, 41], np.int32), None, 2)
+        assert (0 < planned.books_nanoseconds < committed.books_nanoseconds) == times

@@ -145,6 +145,18 @@ async def test_time_of_steps_and_of_the_prefix_index_is_counted() -> None:
         assert all(later[name] > after[name] for name in names)
 
 
+async def test_time_of_the_cores_books_is_counted() -> None:
+    """Bookkeeping would become dear, and nobody could tell it from the model."""
+    core, steps = "kvledger_books_seconds_total core", "kvledger_engine_step_seconds_total"
+    async with serving("--metrics-listen", "127.0.0.1:0", times_books=True) as server:
+        before = await scraped(server)
+        await server.answer(text="a" * 40, max_tokens=8)
+        after = await scraped(server)
+        assert 0 <= before[core] < after[core] < after[steps]
+        await server.answer(text="b" * 40, max_tokens=8)
+        assert (await scraped(server))[core] > after[core]
+
+
 def _call_while_nothing_is_taken_in(address: str, count: int) -> None:
     """Calls that all come while the event loop, whose thread this is, stands still."""
     with grpc.insecure_channel(address) as channel:

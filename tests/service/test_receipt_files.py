@@ -66,6 +66,23 @@ def wait(until: Callable[[], object]) -> None:
         time.sleep(0.002)
 
 
+def test_the_thread_is_woken_by_the_first_line_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each receipt would take the interpreter from the engine, for a thread that does nothing."""
+    woken = []
+    with files_in(tmp_path / "books") as files:
+        notify = files._changed.notify
+        monkeypatch.setattr(files._changed, "notify", lambda: (woken.append(1), notify()))
+        for first in (0, 100):
+            with files._changed:  # so that the thread takes none meanwhile
+                for number in range(first, first + 100):
+                    files.add(line(number))
+            wait(lambda first=first: files.written_count == first + 100)
+        assert len(woken) == 2
+    assert receipts(tmp_path / "books") == [line(number) for number in range(200)]
+
+
 def test_lines_come_in_order_behind_the_header(tmp_path: Path) -> None:
     """Receipts would be lost, doubled or mixed up on a disk that works."""
     folder = tmp_path / "books"

@@ -236,6 +236,7 @@ async def test_a_server_tells_its_load() -> None:
     assert sum(phases) == pytest.approx(compute)
     assert 0 < done["kvledger_books_seconds_total receipts"] < 0.1
     assert done["kvledger_books_seconds_total scrapes"] > 0
+    assert done["kvledger_books_seconds_total looks"] == 0, "nobody looked at the ledger"
 
 
 async def test_requests_that_never_ran_are_counted_by_tenant_and_reason() -> None:
@@ -276,9 +277,9 @@ def test_counting_a_receipt_is_cheap() -> None:
     ended: list[tuple[str, int, Receipt]] = [
         (f"tenant{index % 5}", 1, receipt(output_tokens=9, decode=index)) for index in range(2000)
     ]
-    began = time.perf_counter()
+    began = time.thread_time()  # as the clock of the books has it: without other programs
     for each in ended:
         counted.requests.ended(*each)
-    spent = time.perf_counter() - began
+    spent = time.thread_time() - began
     assert spent / len(ended) < 0.001
     assert counted.clock.seconds()["receipts"] == pytest.approx(spent, rel=0.5)

@@ -255,6 +255,7 @@ def test_load_counts_what_cannot_be_had_and_what_is_not_cached() -> None:
             int,
             lambda: (5, 3, 1),
             lambda: (5, 4, 1),
+            lambda: 0.25,
         ),
         PoolShape(31, 100, 32),
         PrefillSpeed(books.copy),  # type: ignore[arg-type]
@@ -270,6 +271,7 @@ def test_load_counts_what_cannot_be_had_and_what_is_not_cached() -> None:
     assert told["kvledger_predicted_wait_seconds"] == 1.0
     assert told["kvledger_kv_pool_bytes"] == 3100
     assert "kvledger_machine_read_bytes_per_second" not in told, "nobody measured it"
+    assert told["kvledger_books_seconds"] == 0.25, "the first part is the core's"
     books.phases[:] = 0
     books.mixtures[:] = 0
     load._speed = PrefillSpeed(books.copy)  # type: ignore[arg-type]

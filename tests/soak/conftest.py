@@ -1,8 +1,9 @@
-"""Lets these tests import what the service's tests share, however pytest was called."""
+"""Lets these tests import what other tests share, however pytest was called."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parents[1] / "service" / sub) for sub in ("", "rpc")]
+_TESTS = Path(__file__).parents[1]
+sys.path[:0] = [str(_TESTS / folder) for folder in ("service", "service/rpc", "integration")]

@@ -149,9 +149,12 @@ class ReceiptFiles:
         return True
 
     def _put(self, line: bytes) -> None:
+        # Only the first is news: while some wait, the thread collects more, or writes and looks
+        # again. To be woken for each would cost more than writing them.
+        if not self._waiting:
+            self._changed.notify()
         self._waiting.append(line)
         self._count_waiting([line], 1)
-        self._changed.notify()
 
     def _count_waiting(self, lines: Sequence[bytes], sign: int) -> None:
         """Lines that came to those that wait, or (-1) left them."""

@@ -56,6 +56,7 @@ class LoadSources:
     sequences_running: Callable[[], int]
     compute_totals: Callable[[], tuple[int, int, int]]
     step_times: Callable[[], tuple[int, int, int]]
+    core_books_seconds: Callable[[], float]
 
 
 class LoadMetrics(Collector):
@@ -91,14 +92,16 @@ class LoadMetrics(Collector):
         """The families now."""
         with self._clock.scraping():
             families = [*self._of_pool(), *self._of_queue(), *self._of_compute(), *self._of_peaks()]
+        spent = {"core": self.sources.core_books_seconds(), **self._clock.seconds()}
         return [
             *families,
             counter(
                 "kvledger_books_seconds",
-                "Time that bookkeeping outside steps took: counting receipts, keeping them for "
-                "files and diagnosis, and answering scrapes without writing the text.",
+                "Time that the books took: the core's, in the engine's thread; counting receipts, "
+                "keeping them for files and diagnosis, answering scrapes without writing the text, "
+                "and showing the ledger.",
                 ["part"],
-                {(part,): seconds for part, seconds in self._clock.seconds().items()},
+                {(part,): seconds for part, seconds in spent.items()},
             ),
         ]
 

@@ -50,6 +50,11 @@ class WorkMetrics:
         self._requests = RequestMetrics(metrics, self._tenants, self._clock)
         self.on_receipt = self._clock.counted("receipts", self._count_prompt)
 
+    @property
+    def clock(self) -> BooksClock:
+        """What counts the time of the books."""
+        return self._clock
+
     def recording(self, keep: Callable[[EndedRequest], None]) -> Callable[[EndedRequest], None]:
         """What is told each request that has ended, where `keep` is too; its time counts."""
         kept = self._clock.counted("records", keep)
@@ -79,6 +84,7 @@ class WorkMetrics:
                 sequences_running=lambda: engine.sequences_running,
                 compute_totals=lambda: engine.compute_totals,
                 step_times=lambda: engine.step_times,
+                core_books_seconds=lambda: engine.books_seconds,
             ),
             self._model.pool,
             PrefillSpeed(lambda: engine.step_books),

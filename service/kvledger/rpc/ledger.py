@@ -15,6 +15,7 @@ from kvledger.books.process_memory import ProcessMemory
 from kvledger.books.reader import BooksReader
 from kvledger.books.snapshot import Account, Balance, Snapshot
 from kvledger.errors import FieldViolation, InvalidRequest, ServerDraining, TenantUnknown
+from kvledger.metrics.clock import BooksClock
 from kvledger.rpc.calls import this_call
 from kvledger.rpc.errors import abort
 from kvledger.rpc.translation import block_time, duration
@@ -61,13 +62,16 @@ class LedgerServicer(ledger_pb2_grpc.LedgerServiceServicer):
         memory: ProcessMemory,
         pool: PoolShape,
         kv_format: str,
+        clock: BooksClock,
     ) -> None:
+        """`clock` counts what making messages takes."""
         self._reader = reader
         self._names = names
         self._admission = admission
         self._memory = memory
         self._pool = pool
         self._kv_format = kv_format
+        self._clock = clock
         self._closing = asyncio.Event()
         # The last snapshot that was asked for, and its message: whoever watches shares it.
         self._made: tuple[Snapshot, asyncio.Task[ledger_pb2.Ledger]] | None = None
@@ -112,7 +116,9 @@ class LedgerServicer(ledger_pb2_grpc.LedgerServiceServicer):
         try:
             # Before the engine is asked: what is refused takes no time that could tell anything.
             name, number = self._tenant(request.tenant)
-            statement = self._statement(name, number, await self._reader.read())
+            books = await self._reader.read()
+            with self._clock.counting("looks"):
+                statement = self._statement(name, number, books)
             return ledger_pb2.GetStatementResponse(statement=statement)
         except Exception as error:
             await abort(context, error)
@@ -157,22 +163,25 @@ class LedgerServicer(ledger_pb2_grpc.LedgerServiceServicer):
         return await asyncio.shield(self._made[1])
 
     async def _make(self, books: Snapshot) -> ledger_pb2.Ledger:
-        facts = {usage.number: self._facts(usage) for usage in self._admission.usages}
-        message = ledger_pb2.Ledger(
-            elapsed=duration(books.elapsed),
-            pool=_pool_account(books, self._pool),
-            formats=[
-                ledger_pb2.FormatAccount(
-                    format=self._kv_format,
-                    slots_per_block=self._pool.slots_per_block,
-                    held=_balance(books.states["held"]),
-                    cached=_balance(books.states["cached"]),
-                )
-            ],
-            memory=self._memory_message(),
-        )
+        with self._clock.counting("looks"):
+            facts = {usage.number: self._facts(usage) for usage in self._admission.usages}
+            message = ledger_pb2.Ledger(
+                elapsed=duration(books.elapsed),
+                pool=_pool_account(books, self._pool),
+                formats=[
+                    ledger_pb2.FormatAccount(
+                        format=self._kv_format,
+                        slots_per_block=self._pool.slots_per_block,
+                        held=_balance(books.states["held"]),
+                        cached=_balance(books.states["cached"]),
+                    )
+                ],
+                memory=self._memory_message(),
+            )
         # There may be many thousands of tenants, and streams that must not wait for them.
-        await asyncio.to_thread(self._add_accounts, message, books, facts)
+        await asyncio.to_thread(
+            self._clock.counted("looks", self._add_accounts), message, books, facts
+        )
         return message
 
     def _facts(self, usage: TenantUsage) -> _Facts:

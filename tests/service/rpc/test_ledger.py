@@ -161,6 +161,16 @@ async def test_the_books_add_up_while_everything_happens(books: Books) -> None:
         assert receipts < nanos(statement.held.time)
 
 
+async def test_what_looking_costs_is_counted(books: Books) -> None:
+    """Somebody who watches would make the books dearer, and nobody would see it."""
+    clock = books.their.server.server._work_metrics.clock
+    assert clock.seconds()["looks"] == 0
+    await books.ledger()
+    one = clock.seconds()["looks"]
+    await books.own("acme")
+    assert 0 < one < clock.seconds()["looks"]
+
+
 async def test_a_tenants_statement_is_exactly_its_receipts(books: Books) -> None:
     """A bill could not be checked against what each request was told."""
     their, held = books.their, 0
