@@ -152,7 +152,7 @@ def read_files(folder: Path, replica: str) -> Files:
                 found.receipts.append(line)
             elif line["kind"] == "pool":
                 found.pools.append(line)
-            else:
+            elif line["kind"] == "replica":
                 found.facts = line
     return found
 
