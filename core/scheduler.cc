@@ -237,7 +237,7 @@ void Scheduler::note_oldest() noexcept {
 void Scheduler::note_work() noexcept {
   work_ = StepWork{};
   for (std::size_t i = 0; i < chunks_.size(); ++i) {
-    const auto& [sequence, tokens] = chunks_[i];
+    const auto& [sequence, tokens, of_source] = chunks_[i];
     const std::int64_t keys = keys_of_chunk(sequence->computed, tokens);
     (i < decode_chunks_ ? work_.decode_tokens : work_.prefill_tokens) += tokens;
     (i < decode_chunks_ ? work_.decode_keys : work_.prefill_keys) += keys;
@@ -272,10 +272,11 @@ void Scheduler::book_delays(Nanoseconds prefill, Nanoseconds now) noexcept {
     }
   }
   for (std::size_t i = decode_chunks_; i < chunks_.size(); ++i) {
-    const auto& [sequence, tokens] = chunks_[i];
+    const auto& [sequence, tokens, of_source] = chunks_[i];
     if (sequence->state == Sequence::State::kRunning && !sequence->paused) {
-      const Nanoseconds own = prefill / work_.prefill_tokens * tokens +
-                              prefill % work_.prefill_tokens * tokens / work_.prefill_tokens;
+      const std::int64_t mine = tokens + of_source;
+      const Nanoseconds own = prefill / work_.prefill_tokens * mine +
+                              prefill % work_.prefill_tokens * mine / work_.prefill_tokens;
       sequence->delayed() -= std::min(own, sequence->delayed());
     }
   }
@@ -292,7 +293,7 @@ void Scheduler::count_service() {
     }
   }
   for (std::size_t i = 0; i < chunks_.size(); ++i) {
-    const auto& [sequence, tokens] = chunks_[i];
+    const auto& [sequence, tokens, of_source] = chunks_[i];
     // What a preemption made necessary is not its victim's to pay.
     const std::int64_t known = std::max(sequence->computed, sequence->computed_peak);
     const std::int64_t fresh = std::max<std::int64_t>(0, sequence->computed + tokens - known);
@@ -309,7 +310,7 @@ void Scheduler::emit(Nanoseconds now, StepPlan& plan, StepReport& report) {
     if (i == decode_chunks_) {
       plan.begin_prefill();
     }
-    const auto [chosen, tokens] = chunks_[i];
+    const auto [chosen, tokens, of_source] = chunks_[i];
     Sequence& sequence = *chosen;
     for (BlockCount missing = blocks_.missing(sequence, tokens); missing > kNone; missing -= kOne) {
       blocks_.take(sequence, plan);  // prefill only: decode took its blocks when it was chosen
@@ -322,14 +323,14 @@ void Scheduler::emit(Nanoseconds now, StepPlan& plan, StepReport& report) {
     planned += static_cast<std::int32_t>(tokens);
     if (sequence.request->is_shared() && sequence.output_count() == 0 &&
         tokens == sequence.pending() && !is_protected(sequence)) {
-      leaders_.push_back(Leader{&sequence, planned - 1});
+      leaders_.push_back(Leader{&sequence, planned - 1, tokens});
     }
   }
   if (chosen_chunks == decode_chunks_) {
     plan.begin_prefill();
   }
   for (const Leader& leader : leaders_) {
-    fork_samples(*leader.sequence, leader.token, now, plan, report);
+    fork_samples(leader, now, plan, report);
   }
 }
 

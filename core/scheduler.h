@@ -96,6 +96,8 @@ struct SchedulerSettings {
 struct Chunk {
   Sequence* sequence = nullptr;
   std::int64_t tokens = 0;
+  // Of a sample that begins at the end of its prompt: the tokens that another computed for it.
+  std::int64_t of_source = 0;
 };
 
 class Scheduler {
@@ -169,8 +171,8 @@ class Scheduler {
   void count_service();
   void admit_chosen(Nanoseconds now, StepPlan& plan, StepReport& report);
   void emit(Nanoseconds now, StepPlan& plan, StepReport& report);
-  void fork_samples(const Sequence& leader, std::int32_t token, Nanoseconds now, StepPlan& plan,
-                    StepReport& report);
+  struct Leader;
+  void fork_samples(const Leader& leader, Nanoseconds now, StepPlan& plan, StepReport& report);
   bool may_fork(const Sequence& sample) const;
   void run(Sequence& sequence, Nanoseconds now, std::int64_t shared_tokens,
            std::int64_t reused_tokens, StepReport& report);
@@ -227,6 +229,7 @@ class Scheduler {
   struct Leader {
     const Sequence* sequence = nullptr;
     std::int32_t token = 0;
+    std::int64_t tokens = 0;  // of its chunk
   };
 
   const std::int64_t slots_per_block_;

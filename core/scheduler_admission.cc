@@ -306,17 +306,17 @@ void Scheduler::run(Sequence& sequence, Nanoseconds now, std::int64_t shared_tok
 }
 
 // Lets the samples that wait for `leader` begin with it, at the logits of its prompt's last token.
-void Scheduler::fork_samples(const Sequence& leader, std::int32_t token, Nanoseconds now,
-                             StepPlan& plan, StepReport& report) {
-  for (Sequence* sample : leader.request->samples) {
+void Scheduler::fork_samples(const Leader& leader, Nanoseconds now, StepPlan& plan,
+                             StepReport& report) {
+  for (Sequence* sample : leader.sequence->request->samples) {
     if (!may_fork(*sample)) {
       continue;
     }
     run(*sample, now, sample->prompt_count, 0, report);
     queue_.give(*sample->line, kDecodePrice);
-    blocks_.share(leader, *sample, sample->prompt_count, plan);
-    chunks_.push_back(Chunk{sample, 0});
-    plan.append_logits(token, sample->row);
+    blocks_.share(*leader.sequence, *sample, sample->prompt_count, plan);
+    chunks_.push_back(Chunk{sample, 0, leader.tokens});
+    plan.append_logits(leader.token, sample->row);
   }
 }
 

@@ -189,3 +189,13 @@ TEST_CASE("a step that was interrupted is no measure of what it computed") {
   books.observe({1, 10, 0, 0}, 1, 0, 900'000'000, 1'000'000, 1'000'000);
   CHECK(books.fit(StepBooks::kDecode).values[0].load() == doctest::Approx(4 * once));
 }
+
+TEST_CASE("samples of a request have not waited for its own prompt") {
+  // If this fails, a request with several samples is said to be held up by others that are not
+  // there.
+  EngineDriver driver(small_engine(40));
+  driver.manner.samples = 3;
+  driver.accept(1, 8, 4);
+  driver.run_out(100, 1'000'000);
+  CHECK(driver.receipt(1).prefill_delayed + driver.receipt(1).decode_delayed == 0);
+}

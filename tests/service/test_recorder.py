@@ -97,6 +97,7 @@ async def test_a_line_says_what_the_client_was_told(folder: Path, prices: Path) 
         "prefill": receipt.prefill_time.ToNanoseconds(),
         "decode": receipt.decode_time.ToNanoseconds(),
         "stall": 0,
+        "delayed": 0,
         "compute": receipt.compute_time.ToNanoseconds(),
         "memory_nanos": receipt.cost.memory_nanos,
         "compute_nanos": receipt.cost.compute_nanos,

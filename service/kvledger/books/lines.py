@@ -211,6 +211,7 @@ def receipt_line(ended: EndedRequest, when: datetime) -> dict[str, object]:
         "prefill": receipt.prefill,
         "decode": receipt.decode,
         "stall": receipt.paused,
+        "delayed": receipt.prefill_delayed + receipt.decode_delayed,
         "compute": receipt.compute,
     }
     if receipt.cost is not None:
