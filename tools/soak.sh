@@ -1,6 +1,6 @@
 #!/bin/sh
 # The long runs: hours on two cores. docs/testing.md says when they last ran. SEED, FUZZ_RUNS, REQUESTS,
-# REUSES, MINUTES, BOOKS_MINUTES and KILLS change their lengths.
+# REUSES, MINUTES, BOOKS_MINUTES, KILLS and ROUNDS change their lengths.
 set -eu
 cd "$(dirname "$0")/.."
 root=$PWD
@@ -66,6 +66,9 @@ if command -v chromium > /dev/null 2>&1; then
 else
   say "skipped: a report in a browser needs chromium (Debian: chromium)"
 fi
+
+say "planted bottlenecks: the diagnosis names each, and what it warns of does not help"
+python tests/soak/planted_bottlenecks.py --rounds "${ROUNDS:-10}" --seed "${SEED:-1}" --in-vain
 
 say "very many connections"
 python -m pytest -q --soak -rP -k "connections" tests/integration/test_faults_of_a_process.py

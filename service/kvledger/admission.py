@@ -142,6 +142,7 @@ class Admission:
         price: Callable[[Receipt], Receipt] = lambda receipt: receipt,
         record: Callable[[EndedRequest], None] = lambda ended: None,
         on_arrival: Callable[[Tenant, PrefixScopes, Prompt], None] = lambda *arrival: None,
+        on_crowd: Callable[[str, int, int], None] = lambda *change: None,
     ) -> None:
         """`context_tokens` is the model's context window, `queued_max` the most that may wait.
 
@@ -151,7 +152,9 @@ class Admission:
         metrics.REFUSALS. `on_receipt` is told each receipt, and whether what the request shares is
         a public prefix; `record` each request that has ended, with a receipt or not; `price` puts
         its cost into each receipt; `on_arrival` is told each request that enters: whose it is,
-        which cached blocks it could begin with, and its prompt.
+        which cached blocks it could begin with, and its prompt. `on_crowd` is told
+        whenever `crowd` has changed: whose requests, and how many more of them are open and wait in
+        the core.
         """
         self._engine = engine
         self._context_tokens = context_tokens
@@ -161,13 +164,20 @@ class Admission:
         self._on_receipt = on_receipt
         self._record = record
         self._on_arrival = on_arrival
+        self._on_crowd = on_crowd
         self._mailboxes = mailboxes
         self._next_sequence = 1
         self._entries: dict[int, _Entry] = {}
         self._metered: dict[int, TenantUsage] = {}  # by sequence, where tokens are counted
         self._draining = False
         self.streams = Streams(
-            mailboxes, _EngineFlow(engine), self._on_end, places, self._on_begin, price
+            mailboxes,
+            _EngineFlow(engine),
+            self._on_end,
+            places,
+            self._on_begin,
+            price,
+            lambda: on_crowd("", 0, 0),
         )
 
     @property
@@ -195,10 +205,12 @@ class Admission:
         return self._quotas.usage.counts.held_tokens
 
     @property
-    def crowd(self) -> tuple[int, int, int]:
-        """Requests that are open, and of them those that wait in the core and at the door."""
+    def crowd(self) -> tuple[int, int, int, int]:
+        """Requests that are open, and of them those that wait in the core and at the door, and
+        those that pause because nobody reads them."""
         counts = self._quotas.usage.counts
-        return len(self._entries), counts[Phase.WAITING], counts[Phase.HELD]
+        waiting, held = counts[Phase.WAITING], counts[Phase.HELD]
+        return counts.total, waiting, held, self.streams.paused_count
 
     @property
     def stall_seconds(self) -> float:
@@ -347,16 +359,23 @@ class Admission:
             self._turn_meter()
         if usage.must_hold:
             usage.held[job.sequence] = job
-            self._quotas.usage.move(place, Phase.HELD)
+            self._move(place, Phase.HELD)
         else:
-            self._quotas.usage.move(place, Phase.WAITING)
+            self._move(place, Phase.WAITING)
             self._engine.submit(job)
+
+    def _move(self, place: Place, phase: Phase | None) -> None:
+        before = place.phase
+        self._quotas.usage.move(place, phase)
+        more_open = (phase is not None) - (before is not None)
+        more_wait = (phase == Phase.WAITING) - (before == Phase.WAITING)
+        self._on_crowd(place.usage.name, more_open, more_wait)
 
     def _release(self, usage: TenantUsage) -> None:
         """Hands to the engine what waited for others of its tenant to end."""
         while usage.may_release and self._engine.takes_jobs:
             sequence, job = usage.held.popitem(last=False)
-            self._quotas.usage.move(self._entries[sequence].place, Phase.WAITING)
+            self._move(self._entries[sequence].place, Phase.WAITING)
             self._engine.submit(job)
 
     def end_scopes(self, ended: Sequence[int]) -> None:
@@ -391,7 +410,7 @@ class Admission:
         for sequence in ticket.sequences:
             self._engine.end(sequence, reason)
         if entry.place.phase == Phase.WAITING:
-            self._quotas.usage.move(entry.place, Phase.LEAVING)
+            self._move(entry.place, Phase.LEAVING)
         self.streams.leave(first)
 
     def _end_held(self, first: int, usage: TenantUsage, reason: EndReason) -> None:
@@ -426,7 +445,7 @@ class Admission:
                 usage.bucket.charge(count, now)
 
     def _on_begin(self, first: int) -> None:
-        self._quotas.usage.move(self._entries[first].place, Phase.RUNNING)
+        self._move(self._entries[first].place, Phase.RUNNING)
 
     def _on_end(self, sequence: int, receipt: Receipt | None) -> None:
         entry = self._entries.pop(sequence)
@@ -449,7 +468,7 @@ class Admission:
                 entry.is_chat,
             )
         )
-        self._quotas.usage.move(place, None)
+        self._move(place, None)
         usage.note_finish(time.monotonic())
         if self._metered:
             for each in range(sequence, sequence + entry.samples):

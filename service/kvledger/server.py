@@ -190,6 +190,7 @@ class Server:
             price=self._work_metrics.clock.counted("records", self._books.price),
             record=self._work_metrics.recording(self._record),
             on_arrival=self._on_arrival,
+            on_crowd=self._note_crowd,
         )
 
     def _make_front(self, keepalive: Keepalive) -> Front:
@@ -220,11 +221,14 @@ class Server:
         )
 
     def _on_arrival(self, tenant: Tenant, scopes: PrefixScopes, prompt: Prompt) -> None:
-        self._traffic.pass_time(time.monotonic_ns(), self._crowd())
         scope = str(scopes.own) if scopes.own is not None else None
         if not self._settings.reuses_prefixes:
             scope = f"tenant {tenant.number}"  # what reuse would find there
         self._traffic.came(tenant.name, scope, prompt)
+
+    def _note_crowd(self, tenant: str, more_open: int, more_wait: int) -> None:
+        now = time.monotonic_ns()
+        self._traffic.changed(now, self._crowd(), tenant, more_open, more_wait)
 
     def _crowd(self) -> Crowd:
         return Crowd(*self._admission.crowd)
@@ -248,9 +252,8 @@ class Server:
         self._books.record(ended)
         self._recent.note(ended)
         self._telemetry.ended(ended)
-        self._traffic.pass_time(time.monotonic_ns(), self._crowd())
         if ended.receipt is not None:
-            self._traffic.ended(ended.tenant, ended.receipt)
+            self._traffic.ended(ended.receipt)
 
     @property
     def port(self) -> int:

@@ -151,13 +151,21 @@ class MailboxLimits:
 class Mailbox:
     """The reader's end of one request."""
 
-    def __init__(self, sequences: range, limits: MailboxLimits, flow: Flow) -> None:
-        """`sequences` are the request's samples."""
+    def __init__(
+        self,
+        sequences: range,
+        limits: MailboxLimits,
+        flow: Flow,
+        on_stall: Callable[[int], None] = lambda change: None,
+    ) -> None:
+        """`sequences` are the request's samples; `on_stall` is told 1 when they pause, and -1 when
+        they pause no longer."""
         self.sequences = sequences
         self.has_samples = len(sequences) > 1
         self._tokens_max = limits.tokens * len(sequences)
         self._stall_seconds = limits.stall_seconds
         self._flow = flow
+        self._on_stall = on_stall
         self._admitted = False
         self._tokens: list[int] = []
         self._news: News | None = None
@@ -200,7 +208,7 @@ class Mailbox:
         return self._news
 
     def _give_up(self) -> None:
-        self._stall = None
+        self._end_stall()
         self.gave_up = True
         for sequence in self.sequences:
             self._flow.give_up(sequence)
@@ -209,6 +217,7 @@ class Mailbox:
         if self._stall is not None:
             self._stall.cancel()
             self._stall = None
+            self._on_stall(-1)
 
     def admit(self, queued: int) -> None:
         """Puts in that a sample was admitted; only the first one counts."""
@@ -248,16 +257,12 @@ class Mailbox:
             news.ends[sample] = end_reason
         self.add_token(token)
 
-    @property
-    def is_paused(self) -> bool:
-        """Whether it is full and waits for its reader."""
-        return self._stall is not None
-
     def _pause(self) -> None:
         if self._stall is None and not self.gave_up:
             for sequence in self.sequences:
                 self._flow.pause(sequence)
             self._stall = asyncio.get_running_loop().call_later(self._stall_seconds, self._give_up)
+            self._on_stall(1)
 
     def finish(self, receipt: Receipt) -> None:
         """Puts in the receipt."""
@@ -284,18 +289,22 @@ class Streams:
         places: int = 0,
         on_begin: Callable[[int], None] = lambda first: None,
         price: Callable[[Receipt], Receipt] = lambda receipt: receipt,
+        on_stall: Callable[[], None] = lambda: None,
     ) -> None:
         """`on_end` is told each request's first sequence and its receipt, exactly once.
 
         There is no receipt for a request that the core refused to take. `places` is how many
         sequences may run at once. `on_begin` is told each request that was admitted, once. `price`
-        says what a receipt costs, once for each, before anybody is told of it.
+        says what a receipt costs, once for each, before anybody is told of it. `on_stall` is
+        called when a request has paused for its reader, or pauses no longer.
         """
         self._limits = limits
         self._flow = flow
         self._on_end = on_end
         self._on_begin = on_begin
         self._price = price
+        self._on_stall = on_stall
+        self._paused_count = 0
         # Is shown (sequence, token, end reason) of every token that comes, where somebody counts.
         self.meter: Callable[[Sequence[tuple[int, int, int]]], None] | None = None
         self._mailboxes: dict[int, Mailbox] = {}
@@ -324,11 +333,8 @@ class Streams:
 
     @property
     def paused_count(self) -> int:
-        """Requests that stand still because their tokens are not read; looks at all of them."""
-        return sum(
-            mailbox.is_paused and sequence == mailbox.sequences.start
-            for sequence, mailbox in self._mailboxes.items()
-        )
+        """Requests that stand still because their tokens are not read."""
+        return self._paused_count
 
     @property
     def leaving_count(self) -> int:
@@ -342,7 +348,8 @@ class Streams:
 
     def open(self, sequence: int, samples: int = 1) -> Mailbox:
         """A mailbox for a new request, whose samples are `sequence` and those that follow it."""
-        mailbox = Mailbox(range(sequence, sequence + samples), self._limits, self._flow)
+        these = range(sequence, sequence + samples)
+        mailbox = Mailbox(these, self._limits, self._flow, self._note_stall)
         self._mailboxes.update(dict.fromkeys(mailbox.sequences, mailbox))
         self._open_count += 1
         self._waiting.add(sequence)
@@ -416,6 +423,10 @@ class Streams:
             self._remove(mailbox.sequences.start).refuse(lost=True)
             self._on_end(mailbox.sequences.start, None)
         self._nobody.set()
+
+    def _note_stall(self, change: int) -> None:
+        self._paused_count += change
+        self._on_stall()
 
     def _begin(self, first: int) -> None:
         if first in self._waiting or first in self._leaving:

@@ -115,6 +115,33 @@ def test_what_enters_reaches_the_engine_as_it_was_asked(
     assert ticket.prompt_tokens == 2
 
 
+def test_every_change_of_who_is_here_is_told(engine: FakeEngine, door_log: CapturingLogger) -> None:
+    """Who began at once would be counted as waiting until somebody else comes or ends."""
+    del door_log
+    told: list[tuple[tuple[int, ...], tuple[str, int, int]]] = []
+    door = Admission(
+        engine,  # type: ignore[arg-type]
+        CONTEXT,
+        2,
+        MAILBOXES,
+        on_crowd=lambda *change: told.append((door.crowd, change)),
+    )
+    first, second = enter(door), enter(door)
+    admit(door, first)
+    finish(door, first)
+    door.end(second, EndReason.CANCELLED)
+    finish(door, second)
+    name = DEV_CALLER.name
+    assert told == [
+        ((1, 1, 0, 0), (name, 1, 1)),
+        ((2, 2, 0, 0), (name, 1, 1)),
+        ((2, 1, 0, 0), (name, 0, -1)),
+        ((1, 1, 0, 0), (name, -1, 0)),
+        ((1, 0, 0, 0), (name, 0, -1)),
+        ((0, 0, 0, 0), (name, -1, 0)),
+    ]
+
+
 def test_sequences_and_ids_are_never_used_twice(door: Admission) -> None:
     """Two requests would share a mailbox or a receipt."""
     tickets = []

@@ -122,11 +122,14 @@ class Interval:
         counts.open_time += time
         return self
 
-    def is_open(self, seconds: float, waiting: float = 0.0, held: float = 0.0) -> Interval:
+    def is_open(
+        self, seconds: float, waiting: float = 0.0, held: float = 0.0, stalled: float = 0.0
+    ) -> Interval:
         """Requests that have not ended."""
         self.traffic.open_time += round(seconds * SECOND)
         self.traffic.waiting_time += round(waiting * SECOND)
         self.traffic.held_time += round(held * SECOND)
+        self.traffic.stalled_time += round(stalled * SECOND)
         return self
 
     def _add(
@@ -205,12 +208,29 @@ def test_a_pool_that_is_too_small_is_named(how: str) -> None:
     assert interval.named[0] == "pool"
 
 
+def test_a_pool_that_holds_one_request_and_a_half_is_named() -> None:
+    """Its waterline is low, for what is free nobody can have: prompts would be blamed."""
+    interval = Interval().prompts(600, 64, 200, 0.07).decodes(1000, 1, 300, 0.012)
+    interval.asks(100, 384, 10).is_open(60.0).is_open(180.0, waiting=180.0)
+    interval.live, interval.setup = 0.6, replace(SETUP, blocks=20)
+    assert interval.named[0] == "pool"
+    interval.setup = SETUP
+    assert "pool" not in interval.named, "there is room for thirty more"
+
+
 def test_readers_that_do_not_read_are_named() -> None:
     """The model is blamed for a client's network."""
-    interval = healthy()
-    interval.traffic.paused_time = 30 * SECOND
-    interval.traffic.life_time += 30 * SECOND
+    interval = healthy().is_open(30.0, stalled=20.0)
     assert interval.named[0] == "slow_reader"
+
+
+def test_readers_that_hold_all_places_come_before_what_is_short_then() -> None:
+    """The batch would be raised for readers that stand still in a larger one as well."""
+    interval = Interval().decodes(1000, 1, 200, 0.011).is_open(620.0, waiting=390.0, stalled=200.0)
+    interval.setup = replace(SETUP, sequences_max=4)
+    interval.traffic.refused["queue_full"] = 500
+    interval.traffic.requests = 100
+    assert interval.named == ["slow_reader", "batch", "queue_limit"]
 
 
 def test_a_tenant_that_floods_is_named() -> None:
@@ -266,16 +286,42 @@ def test_too_few_threads_are_named() -> None:
     ("setup", "remedy"),
     [
         (replace(SETUP, token_budget=8), "--token-budget"),
-        (SETUP, "--prefill-step"),
+        (replace(SETUP, step_stretch=1.05), "--step-stretch"),
+        (replace(SETUP, tpot_target=0.001), "--tpot-target"),
     ],
 )
 def test_chunks_that_are_too_small_are_named(setup: Setup, remedy: str) -> None:
     """Prompts crawl while the machine's arithmetic is hardly used."""
-    interval = Interval().prompts(3000, 8, 300, 0.012).asks(30, 800, 8)
+    interval = Interval().both(3000, 3, 5, 0.018, 0.012).asks(30, 800, 8)
     interval.setup = setup
     found = findings(interval.seen)[0]
     assert found.name == "chunk_too_small"
     assert remedy in found.sentence + found.remedy
+
+
+def test_prompts_that_get_next_to_nothing_are_named() -> None:
+    """The less a limit leaves to prompts, the less of the time they take."""
+    interval = Interval().both(3000, 5, 4, 0.022, 0.020).asks(30, 300, 60)
+    interval.setup = replace(SETUP, tpot_target=0.001)
+    assert interval.named[0] == "chunk_too_small"
+
+
+@pytest.mark.parametrize(
+    "setup", [SETUP, replace(SETUP, step_stretch=0.0), replace(SETUP, token_budget=64)]
+)
+def test_few_tokens_beside_decoding_are_no_small_chunks(setup: Setup) -> None:
+    """Prompts get half of each step, and somebody is told to give them more."""
+    interval = Interval().both(3000, 1, 5, 0.024, 0.012).asks(30, 800, 8)
+    interval.setup = setup
+    assert "chunk_too_small" not in interval.named
+
+
+def test_prompts_that_come_now_and_then_are_not_held_up() -> None:
+    """A target that is kept beside a prompt now and then would be called too tight."""
+    interval = Interval().both(300, 3, 5, 0.018, 0.012).decodes(1000, 3, 200, 0.012)
+    interval.prompts(100, 5, 100, 0.08).asks(30, 80, 8)
+    interval.setup = replace(SETUP, step_stretch=1.05)
+    assert "chunk_too_small" not in interval.named
 
 
 def test_short_rests_of_prompts_are_no_small_chunks() -> None:
@@ -287,9 +333,6 @@ def test_short_rests_of_prompts_are_no_small_chunks() -> None:
 
 def test_a_limit_that_is_off_is_not_to_be_raised() -> None:
     """The advice could not be followed."""
-    interval = Interval().prompts(3000, 8, 300, 0.012).asks(30, 800, 8)
-    interval.setup = replace(SETUP, prefill_step=0.0)
-    assert "chunk_too_small" not in interval.named
     interval = Interval().decodes(1000, 8, 200, 0.015).both(60, 8, 500, 0.4, 0.015)
     interval.asks(60, 500, 100)
     interval.traffic.delayed_time = 20 * SECOND
@@ -297,12 +340,16 @@ def test_a_limit_that_is_off_is_not_to_be_raised() -> None:
     assert findings(interval.seen)[0].remedy.startswith("Set --tpot-target")
 
 
-def test_chunks_that_are_too_large_are_named() -> None:
+@pytest.mark.parametrize("stretch", [0.0, 20.0])
+def test_chunks_that_are_too_large_are_named(stretch: float) -> None:
     """Streams stutter, and the model is blamed."""
     interval = Interval().decodes(1000, 8, 200, 0.015).both(60, 8, 500, 0.4, 0.015)
     interval.asks(60, 500, 100)
     interval.traffic.delayed_time = 20 * SECOND
+    interval.setup = replace(SETUP, step_stretch=stretch)
     assert interval.named[0] == "chunk_too_large"
+    interval.setup = SETUP
+    assert "chunk_too_large" not in interval.named, "no step is let to be so long"
 
 
 @pytest.mark.parametrize("reuses", [True, False])
@@ -344,6 +391,16 @@ def test_long_contexts_are_bound_by_memory_and_named() -> None:
     assert found.name == "long_contexts"
     assert "bound by memory" in found.sentence
     assert "KV is 80 % of the bytes" in found.sentence
+
+
+def test_a_server_that_is_asked_for_too_much_is_not_called_healthy() -> None:
+    """Prompts too short to be long ones, in places that no batch would multiply: callers wait, and
+    the operator is told that nothing is short."""
+    interval = Interval().prompts(2000, 20, 60, 0.025).decodes(500, 4, 80, 0.014)
+    interval.asks(600, 66, 4).is_open(400.0, waiting=300.0)
+    assert interval.named == ["overload"]
+    interval.sampling = 30.0
+    assert interval.named == ["sampling"], "it says why"
 
 
 def test_every_finding_names_what_would_not_help() -> None:
@@ -422,11 +479,28 @@ def test_what_could_be_reused_is_counted_by_scope() -> None:
 def test_requests_are_counted_while_they_are_open() -> None:
     """Whoever waits would be seen when it has waited."""
     traffic = Traffic(4)
-    traffic.pass_time(1000, Crowd(open=3, waiting=2, held=1))
+    traffic.pass_time(1000, Crowd(open=4, waiting=2, held=1, stalled=1))
     traffic.pass_time(1500, Crowd())
     traffic.pass_time(9000, Crowd())
     counts = traffic.counts
-    assert (counts.open_time, counts.waiting_time, counts.held_time) == (1500, 1000, 500)
+    assert (counts.open_time, counts.waiting_time) == (2000, 1000)
+    assert (counts.held_time, counts.stalled_time) == (500, 500)
+
+
+def test_tenants_that_still_wait_are_counted_apart() -> None:
+    """A tenant that a flood keeps out for minutes would be seen when it comes in."""
+    traffic = Traffic(4)
+    traffic.changed(1000, Crowd(1, 1), "quiet", 1, 1)
+    traffic.changed(1200, Crowd(2, 1), "flood", 1, 0)
+    traffic.pass_time(1500, Crowd(2, 1))
+    assert traffic.counts.queued == Counter(quiet=500, flood=0)
+    assert traffic.counts.lives == Counter(quiet=500, flood=300)
+    traffic.changed(1600, Crowd(2, 0), "quiet", 0, -1)
+    traffic.changed(1700, Crowd(1, 0), "quiet", -1, 0)
+    traffic.pass_time(9700, Crowd(1, 0))
+    assert traffic.counts.queued == Counter(quiet=600, flood=0)
+    assert traffic.counts.lives == Counter(quiet=700, flood=8500)
+    assert traffic.counts.waiting_time == 600
 
 
 def test_a_moment_that_is_kept_names_the_largest_tenants_only() -> None:
@@ -442,7 +516,7 @@ def test_a_moment_that_is_kept_names_the_largest_tenants_only() -> None:
 def test_a_receipt_is_counted_once() -> None:
     """Shares of time would not be of all time."""
     traffic = Traffic(4)
-    traffic.ended("a", receipt_of_waiting(EndReason.CANCELLED, 5, 1000))
+    traffic.ended(receipt_of_waiting(EndReason.CANCELLED, 5, 1000))
     assert traffic.counts.ended == 1
     assert traffic.counts.life_time == traffic.counts.queued_time == 1000
 

@@ -335,6 +335,24 @@ def narrow(flow: FakeFlow, ends: Ends, stall_seconds: float = 1000.0) -> Streams
     return Streams(MailboxLimits(3, stall_seconds), flow, ends)
 
 
+async def test_whoever_stands_still_is_counted_as_long_as_it_does(
+    flow: FakeFlow, ends: Ends
+) -> None:
+    """A diagnosis would hear of slow readers when their requests have ended, or never."""
+    told: list[int] = []
+    limits = MailboxLimits(3, 0.05)
+    streams = Streams(limits, flow, ends, on_stall=lambda: told.append(streams.paused_count))
+    mailboxes = [streams.open(sequence) for sequence in (1, 2, 3)]
+    streams.deliver(outcome(tokens=[(sequence, 5) for sequence in (1, 2, 3) for _ in range(4)]))
+    assert told == [1, 2, 3]
+    await mail_of(mailboxes[0])
+    streams.deliver(outcome(receipts=[(2, EndReason.CANCELLED)]))
+    assert told == [1, 2, 3, 2, 1]
+    await flow.gave_up.wait()
+    assert told == [1, 2, 3, 2, 1, 0]
+    assert streams.paused_count == 0
+
+
 async def test_a_full_mailbox_stops_its_sequence_and_nobody_else(
     flow: FakeFlow, ends: Ends
 ) -> None:

@@ -1,8 +1,12 @@
 """What limits the service: rules over an observation, each with its evidence and what helps.
 
 Causes that somebody set (a limit, a pool, threads) come before what the traffic is like, because
-they can be changed; a finding says which phase it helps, and one change that looks right and would
-not help. Where nothing is short, it says so: a healthy server is not told to tune.
+they can be changed. Among them goes first what makes the others come true: readers that let their
+tokens stand and tenants that flood hold places and blocks, which then are short; and where places
+or blocks are short the queue fills. Whoever mends the last of these mends a symptom.
+
+A finding says which phase it helps, and one change that looks right and would not help. Where
+nothing is short, it says so: a healthy server is not told to tune.
 """
 
 from __future__ import annotations
@@ -44,8 +48,8 @@ def findings(seen: Observation) -> list[Finding]:
         seen.traffic.refused.values()
     ):
         return []
-    causes = _found(seen, _CAUSES)
-    return [*causes, *_found(seen, _LOADS)] if causes else _found(seen, _LOADS)
+    found = [finding for rules in _ORDER for finding in _found(seen, rules)]
+    return found or _found(seen, (overload,))
 
 
 def _found(seen: Observation, rules: tuple[Rule, ...]) -> list[Finding]:
@@ -86,8 +90,9 @@ def pool(seen: Observation) -> Finding | None:
     traffic = seen.traffic
     lost = traffic.recomputed_tokens / traffic.computed_tokens if traffic.computed_tokens else 0.0
     waits = seen.waiting
-    running = max(seen.decode.sequences, seen.prefill.sequences)
-    blocked = waits > 0.2 and seen.waterline > 0.75 and running < 0.9 * seen.setup.sequences_max
+    blocked = (
+        waits > 0.2 and not _has_room(seen) and _running(seen) < 0.9 * seen.setup.sequences_max
+    )
     if lost < 0.02 and not blocked and not (seen.preempted > 3 and seen.waterline > 0.75):
         return None
     return Finding(
@@ -103,9 +108,28 @@ def pool(seen: Observation) -> Finding | None:
     )
 
 
+def _has_room(seen: Observation) -> bool:
+    """Whether the blocks that are free on average would do for one more request.
+
+    A request enters when there are blocks for its prompt, one for its answer, and one for each that
+    runs to grow into. A waterline says less: half of a pool that holds one request and a half is
+    free, and nobody else can have it.
+    """
+    requests = seen.traffic.requests
+    prompt = seen.prompts / requests / seen.setup.block_tokens if requests else 0.0
+    free = (1 - seen.waterline) * seen.setup.blocks
+    return free > prompt + 1 + _running(seen) and seen.waterline < 0.9
+
+
+def _running(seen: Observation) -> float:
+    """Sequences that have a place: those that decode, and those whose prompts are computed or that
+    pause; a request may have several."""
+    return max(seen.running, seen.decode.sequences, seen.prefill.sequences)
+
+
 def slow_reader(seen: Observation) -> Finding | None:
     """Sequences that pause because nobody reads them."""
-    share = seen.of_life(seen.traffic.paused_time)
+    share = seen.stalled
     if share < 0.2:
         return None
     return Finding(
@@ -113,10 +137,12 @@ def slow_reader(seen: Observation) -> Finding | None:
         share,
         f"Requests stood still {percent(share)} of their time because their clients did not read, "
         f"and kept their blocks meanwhile (waterline {percent(seen.waterline)}).",
-        "Let the clients read faster, or ask for final_only; a shorter --stall-timeout frees the "
-        "blocks sooner.",
+        "Let the clients read faster, or ask for final_only; a larger --mailbox-tokens lets "
+        "answers that fit into it end all the same, a shorter --stall-timeout frees the blocks "
+        "sooner.",
         "none",
-        "Anything on the server: it had the tokens ready.",
+        "A larger pool, a larger batch, another replica: the tokens were ready, and nobody took "
+        "them.",
     )
 
 
@@ -163,15 +189,18 @@ def batch(seen: Observation) -> Finding | None:
     """Requests that wait for a place in a batch that is kept small."""
     waits = seen.waiting
     most = seen.setup.sequences_max
-    if waits < 0.2 or seen.decode.sequences < 0.85 * most or seen.waterline > 0.75:
+    running = _running(seen)
+    if waits < 0.2 or running < 0.85 * most or not _has_room(seen):
         return None
+    if seen.prefill_share > 0.6:
+        return None  # who has a place computes its prompt: more places do not make that faster
     if seen.decode.binds == "compute" and seen.decode.compute_share > 0.6:
         return None
     return Finding(
         "batch",
         waits,
-        f"Requests waited {percent(waits)} of their time for a place: {seen.decode.sequences:.1f} "
-        f"of at most {most} sequences decoded at a time, with a waterline of "
+        f"Requests waited {percent(waits)} of their time for a place: {running:.1f} "
+        f"of at most {most} sequences ran at a time, with a waterline of "
         f"{percent(seen.waterline)}. Decoding reads the weights once a step for all of them: "
         f"{percent(1 - seen.decode.kv_share)} of its bytes.",
         "Raise --max-sequences.",
@@ -213,31 +242,50 @@ def threads(seen: Observation) -> Finding | None:
     )
 
 
+# Prompt tokens for which a step is worth its fixed cost: the core never takes fewer than twice as
+# many of its own accord where nobody decodes (kChunkLeast in core/scheduler.h).
+_CHUNK_SMALL = 16
+# Tokens that a step takes of a prompt whatever limits it has, lest prompts starve (prefill_least).
+_CHUNK_FLOOR = 4
+
+
 def small_chunks(seen: Observation) -> Finding | None:
-    """Prompts that are computed a few tokens at a time."""
+    """Prompts that are computed a few tokens at a time because of a limit.
+
+    Few tokens beside many that decode are no waste by themselves: the weights are read anyway, and
+    --step-stretch 2, the default, gives prompts half of such a step. What is looked for is a budget
+    that no step can be worth its cost with, and a limit of time that would give prompts next to
+    nothing. Tokens are counted and not times: how a step's time is divided between its prompts and
+    its decoding is an estimate, and the first to be wrong on a machine that does much else.
+    """
     prefill, setup = seen.prefill, seen.setup
-    if seen.prefill_share < 0.2 or prefill.steps < STEPS_LEAST or prefill.tokens_per_step > 16:
-        return None
-    if seen.computed_prompt < 4 * prefill.tokens_per_step:
+    chunk = prefill.tokens_per_step
+    if prefill.steps < STEPS_LEAST or seen.computed_prompt < 4 * chunk:
         return None  # there was no more of them to compute
-    if setup.token_budget <= 32:
+    steps = prefill.steps + seen.decode.steps - seen.mixed_steps
+    # A limit of time may leave prompts so little that they hardly take any: their steps count then.
+    if (
+        setup.token_budget <= 2 * _CHUNK_SMALL
+        and chunk <= _CHUNK_SMALL
+        and seen.prefill_share >= 0.2
+    ):
         cause, remedy = f"--token-budget {setup.token_budget}", "Raise --token-budget."
-    elif seen.mixed_steps > 0.5 * prefill.steps:
-        limit = (
-            f"--tpot-target {setup.tpot_target:g}"
-            if setup.tpot_target is not None
-            else f"--step-stretch {setup.step_stretch:g}"
+    elif prefill.steps < 0.5 * steps or chunk > 2 * _CHUNK_FLOOR:
+        return None  # most steps have no prompt to compute, or get on with it
+    elif setup.tpot_target is not None or 0 < setup.step_stretch < 2:
+        cause = (
+            f"--step-stretch {setup.step_stretch:g}"
+            if setup.tpot_target is None
+            else f"--tpot-target {setup.tpot_target:g}"
         )
-        cause, remedy = limit, "Raise it, if tokens may come less evenly."
-    elif setup.prefill_step > 0:
-        cause, remedy = f"--prefill-step {setup.prefill_step:g}", "Raise --prefill-step."
+        remedy = "Raise it, if tokens may come less evenly."
     else:
         return None
     return Finding(
         "chunk_too_small",
-        seen.prefill_share,
-        f"Prompts were computed {prefill.tokens_per_step:.0f} tokens a step, because of {cause}: "
-        f"each step reads all weights again"
+        max(seen.prefill_share, prefill.steps / steps),
+        f"Prompts were computed {chunk:.0f} tokens a step, because of {cause}, in "
+        f"{percent(prefill.steps / steps)} of the steps"
         + (
             f", and reached {percent(prefill.compute_share)} of the arithmetic that the machine "
             f"can do."
@@ -252,16 +300,18 @@ def small_chunks(seen: Observation) -> Finding | None:
 
 def large_chunks(seen: Observation) -> Finding | None:
     """Prompts that hold up everybody who decodes."""
-    alone, both = seen.decode_step[0], seen.both_step[1]
+    alone, both = seen.decode_mean, seen.both_mean
     mixed = seen.mixed_steps / seen.decode.steps if seen.decode.steps else 0.0
     delayed = seen.of_life(seen.traffic.delayed_time)
-    if alone <= 0.0 or both < 5 * alone or mixed < 0.02 or delayed < 0.2:
+    if alone <= 0.0 or both < _STRETCH_FAR * alone or mixed < 0.02 or delayed < 0.2:
         return None
+    if 0 < seen.setup.step_stretch < _STRETCH_FAR:
+        return None  # chunks are shorter than that: who made steps so long is somebody else
     return Finding(
         "chunk_too_large",
         delayed,
-        f"Steps with prompts took up to {both * 1e3:.0f} ms (99th percentile) where decoding alone "
-        f"takes {alone * 1e3:.0f} ms: requests spent {percent(delayed)} of their time in others' "
+        f"Steps with prompts took {both * 1e3:.0f} ms on average where decoding alone takes "
+        f"{alone * 1e3:.0f} ms: requests spent {percent(delayed)} of their time in others' "
         f"prompts.",
         "Set --tpot-target: prompts are computed in smaller chunks."
         if seen.setup.step_stretch == 0
@@ -270,6 +320,11 @@ def large_chunks(seen: Observation) -> Finding | None:
         "decode",
         "A smaller batch: the gap comes from one prompt, however few decode.",
     )
+
+
+# How many times longer than decoding alone a step may be before it is a gap that readers notice:
+# twice the default of --step-stretch.
+_STRETCH_FAR = 4.0
 
 
 def cold_prefix(seen: Observation) -> Finding | None:
@@ -375,17 +430,34 @@ def weights_bound(seen: Observation) -> Finding | None:
     )
 
 
-_CAUSES: tuple[Rule, ...] = (
-    queue_limit,
-    pool,
-    slow_reader,
-    tenant_limit,
-    flood,
-    batch,
-    sampling,
-    threads,
-    small_chunks,
-    large_chunks,
-    cold_prefix,
+def overload(seen: Observation) -> Finding | None:
+    """More than the server can do, where nothing says why: whoever waits is not told of health."""
+    if seen.busy < 0.9 or seen.waiting < 0.2:
+        return None
+    return Finding(
+        "overload",
+        seen.waiting,
+        f"Steps ran {percent(seen.busy)} of the time and requests waited {percent(seen.waiting)} "
+        f"of theirs: more comes than this server computes, {percent(seen.prefill_share)} of it "
+        f"prompts.",
+        "Add a replica, or let callers send less at a time.",
+        "both",
+        "A longer queue: who stands in it waits longer, and nothing is computed sooner.",
+    )
+
+
+_ORDER: tuple[tuple[Rule, ...], ...] = (
+    (slow_reader, flood),  # they hold what is short then
+    (
+        pool,
+        tenant_limit,
+        batch,
+        sampling,
+        threads,
+        small_chunks,
+        large_chunks,
+        cold_prefix,
+    ),
+    (queue_limit,),  # it is full because others wait
+    (long_prompts, long_contexts, weights_bound),
 )
-_LOADS: tuple[Rule, ...] = (long_prompts, long_contexts, weights_bound)

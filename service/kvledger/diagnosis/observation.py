@@ -124,6 +124,10 @@ class Observation:
     both_step: tuple[float, float]
     prefill_step: tuple[float, float]
     mixed_steps: int  # steps of both phases
+    # Steps of decoding alone and of both, in seconds on average: what disturbs the machine makes
+    # both longer.
+    decode_mean: float
+    both_mean: float
     waterline: float  # of the pool, on average
     cached: float
     preemptions: Mapping[str, int]  # by reason, where there were any
@@ -173,6 +177,18 @@ class Observation:
         return self.traffic.held_time / self.traffic.open_time if self.traffic.open_time else 0.0
 
     @property
+    def stalled(self) -> float:
+        """And paused because nobody read them."""
+        return self.traffic.stalled_time / self.traffic.open_time if self.traffic.open_time else 0.0
+
+    @property
+    def running(self) -> float:
+        """Requests that had a place, on average over the whole time."""
+        traffic = self.traffic
+        ran = traffic.open_time - traffic.waiting_time - traffic.held_time
+        return ran / 1e9 / self.seconds if self.seconds else 0.0
+
+    @property
     def computed_prompt(self) -> float:
         """Tokens of a prompt that were computed, on average."""
         return self.prefill.tokens / max(1, self.traffic.requests)
@@ -197,6 +213,7 @@ def observe(setup: Setup, counts: Counts) -> Observation:
     costs = setup.costs
     pool_time = max(1, setup.blocks * counts.at)
     steps, _, taken, off = (int(value) for value in counts.forecast)
+    means = counts.mixtures[:, 1] / 1e9 / counts.mixtures[:, 0].clip(1)
     decode_quantiles, prefill_quantiles, both_quantiles = (
         (
             duration_quantile(counts.mixtures[mixture], 0.5),
@@ -216,6 +233,8 @@ def observe(setup: Setup, counts: Counts) -> Observation:
         both_step=both_quantiles,
         prefill_step=prefill_quantiles,
         mixed_steps=int(counts.mixtures[BOTH, 0]),
+        decode_mean=float(means[DECODE_ONLY]),
+        both_mean=float(means[BOTH]),
         waterline=counts.pool.live / pool_time,
         cached=counts.pool.cached / pool_time,
         preemptions={

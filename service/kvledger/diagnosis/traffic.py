@@ -50,8 +50,9 @@ class TrafficCounts:
     ended: int = 0
     refused: Counter[str] = field(default_factory=Counter)  # by reason
     prompt_tokens: Counter[str] = field(default_factory=Counter)  # by tenant
-    queued: Counter[str] = field(default_factory=Counter)  # by tenant
-    lives: Counter[str] = field(default_factory=Counter)  # by tenant, from arrival to end
+    # By tenant, requests times the time that they waited in the core, and that they were open.
+    queued: Counter[str] = field(default_factory=Counter)
+    lives: Counter[str] = field(default_factory=Counter)
     prompts: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(CLASSES, np.int64))
     outputs: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(CLASSES, np.int64))
     output_tokens: int = 0
@@ -62,14 +63,15 @@ class TrafficCounts:
     reusable_tokens: int = 0
     queued_time: int = 0
     requeued_time: int = 0
-    paused_time: int = 0
     life_time: int = 0
     delayed_time: int = 0
     # Requests times the time that they were open; of that waited in the core, and at the door for
-    # others of their own tenant to end. Whoever has not ended is in it too.
+    # others of their own tenant to end; and paused because nobody read them. Whoever has not ended
+    # is in it too.
     open_time: int = 0
     waiting_time: int = 0
     held_time: int = 0
+    stalled_time: int = 0
 
     def copy(self) -> TrafficCounts:
         """As it is now; of tenants those with most."""
@@ -89,11 +91,22 @@ class TrafficCounts:
 
 @dataclass(frozen=True)
 class Crowd:
-    """Requests that are here now: open ones, and of these who waits in the core or at the door."""
+    """Requests that are here now: open ones, and of these who waits in the core or at the door, or
+    pauses for its reader."""
 
     open: int = 0
     waiting: int = 0
     held: int = 0
+    stalled: int = 0
+
+
+@dataclass
+class _OfTenant:
+    """A tenant's requests that are here, since when their time has not been counted."""
+
+    seen_at: int  # nanoseconds
+    open: int = 0
+    waiting: int = 0
 
 
 class Traffic:
@@ -105,18 +118,47 @@ class Traffic:
         self._block_tokens = block_tokens
         self._crowd = Crowd()
         self._seen_at: int | None = None
+        self._of_tenants: dict[str, _OfTenant] = {}  # of those with open requests
         # Digests are compared with nothing but each other; nobody can choose texts that collide.
         self._key = secrets.token_bytes(16)
         self._seen: set[int] = set()
         self._seen_before: set[int] = set()
 
     def pass_time(self, now: int, crowd: Crowd) -> None:
-        """The requests that were here until `now`, nanoseconds, and those that are from then on."""
+        """Counts those who were here until `now`, nanoseconds; `crowd` is who is from then on."""
+        self._pass_time(now, crowd)
+        for name in self._of_tenants:
+            self._pass_time_of(name, now)
+
+    def changed(self, now: int, crowd: Crowd, tenant: str, more_open: int, more_wait: int) -> None:
+        """The same where so many more of a tenant's requests are open and wait in the core.
+
+        Has to be called whenever anything of it changes: who began a moment after it came would be
+        taken for one that waits until the next change.
+        """
+        self._pass_time(now, crowd)
+        if more_open or more_wait:
+            own = self._of_tenants.setdefault(tenant, _OfTenant(now))
+            self._pass_time_of(tenant, now)
+            own.open += more_open
+            own.waiting += more_wait
+            if own.open <= 0:
+                del self._of_tenants[tenant]
+
+    def _pass_time_of(self, tenant: str, now: int) -> None:
+        own, counts = self._of_tenants[tenant], self.counts
+        passed = max(0, now - own.seen_at)
+        counts.queued[tenant] += passed * own.waiting
+        counts.lives[tenant] += passed * own.open
+        own.seen_at = now
+
+    def _pass_time(self, now: int, crowd: Crowd) -> None:
         if self._seen_at is not None:
             passed, counts = max(0, now - self._seen_at), self.counts
             counts.open_time += passed * self._crowd.open
             counts.waiting_time += passed * self._crowd.waiting
             counts.held_time += passed * self._crowd.held
+            counts.stalled_time += passed * self._crowd.stalled
         self._seen_at, self._crowd = now, crowd
 
     def came(self, tenant: str, scope: str | None, prompt: npt.NDArray[np.int32]) -> None:
@@ -137,7 +179,7 @@ class Traffic:
         """A request did not enter."""
         self.counts.refused[reason] += 1
 
-    def ended(self, tenant: str, receipt: Receipt) -> None:
+    def ended(self, receipt: Receipt) -> None:
         """A request has its receipt."""
         counts = self.counts
         counts.ended += 1
@@ -147,12 +189,9 @@ class Traffic:
         counts.recomputed_tokens += receipt.recomputed_tokens
         counts.reused_tokens += receipt.cached_prompt_tokens
         counts.queued_time += receipt.queued
-        counts.queued[tenant] += receipt.queued
         counts.requeued_time += receipt.requeued
-        counts.paused_time += receipt.paused
         counts.delayed_time += receipt.prefill_delayed + receipt.decode_delayed
         counts.life_time += receipt.life
-        counts.lives[tenant] += receipt.life
 
     def _reusable(self, scope: str, prompt: npt.NDArray[np.int32]) -> int:
         """Tokens of a prompt's beginning that came before in the same scope."""

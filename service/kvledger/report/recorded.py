@@ -110,7 +110,8 @@ class Recorded:
         counts.reused_tokens += reused
         counts.queued_time += line["queue"]
         counts.requeued_time += line["preempted"]
-        counts.paused_time += _number(line.get("stall"))
+        # Lines of load do not say it: whoever has not ended is missing.
+        counts.stalled_time += _number(line.get("stall"))
         counts.life_time += life
         counts.queued[tenant] += line["queue"]
         counts.lives[tenant] += life

@@ -103,7 +103,7 @@ def _fill_traffic(message: diagnosis_pb2.Traffic, diagnosis: Diagnosis) -> None:
         message.reusable = max(message.reused, traffic.reusable_tokens / seen.prompts)
     message.waiting = seen.waiting
     message.held = seen.held
-    message.stalled = seen.of_life(traffic.paused_time)
+    message.stalled = seen.stalled
     message.delayed = seen.of_life(traffic.delayed_time)
     message.prompt_tokens.update(+traffic.prompt_tokens)
 

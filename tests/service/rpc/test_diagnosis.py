@@ -100,6 +100,13 @@ async def test_it_counts_what_happened(clinic: Clinic) -> None:
     assert now.summary
 
 
+async def test_whoever_began_waits_no_longer(clinic: Clinic) -> None:
+    """Requests that came together would be said to wait until the first of them ends."""
+    asked = [clinic.their.ask(who, prompt(who, 30), max_tokens=60) for who in ("acme", "globex")]
+    await asyncio.gather(*asked)
+    assert (await clinic.diagnosis()).now.traffic.waiting < 0.5
+
+
 async def test_no_less_could_be_reused_than_was(clinic: Clinic) -> None:
     """Parts of blocks are reused too: a reader would find more than all of it."""
     ids = prompt("same", BLOCK + 2)
