@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
+import random
+from collections import Counter
 from dataclasses import replace
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 from test_findings import COSTS, SETUP, Interval
 
-from kvledger.diagnosis.counts import DECODE, PREFILL
+from kvledger.diagnosis.counts import DECODE, PREFILL, Counts, EngineCounts, PoolCounts
+from kvledger.diagnosis.diagnosis import diagnose
 from kvledger.diagnosis.observation import UNKNOWN
 from kvledger.diagnosis.predictions import (
     Change,
@@ -19,6 +25,10 @@ from kvledger.diagnosis.predictions import (
     predicted,
 )
 from kvledger.diagnosis.step_fit import decode_floor, fit_phase, prefill_floor
+from kvledger.diagnosis.traffic import TrafficCounts
+from kvledger.machine.utilization import ProcessorTimes
+from kvledger.rpc.diagnosis_messages import Served, compare, fill
+from kvledger.v1.diagnosis_pb2 import DiagnoseResponse
 
 FORMATS = {"bf16": 23_000, "int8": 12_000}
 
@@ -208,6 +218,58 @@ def test_a_request_is_worth_its_decoding_and_its_prompt() -> None:
     rate = model_of(interval).work.requests_rate
     steps = interval.seen.decode.seconds + interval.seen.prefill.seconds
     assert rate == pytest.approx(interval.traffic.ended / steps, rel=0.01)
+
+
+def test_where_no_prompt_was_computed_chunks_change_nothing() -> None:
+    """A server whose prompts were all reused would answer INTERNAL."""
+    interval = Interval().decodes(500, 4, 200, 0.02).asks(20, 64, 100)
+    half = told(interval, "token_budget", 256)
+    assert half.prefill_tokens_per_second is None
+    assert half.tokens_per_second == pytest.approx(4 / 0.02, rel=0.01)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_was_counted_is_diagnosed(seed: int) -> None:
+    """Counts that nobody thought of would end in an error instead of an answer."""
+    chance = random.Random(seed)
+
+    def some(most: int = 10**12) -> int:
+        return chance.choice([0, 0, 0, 1, chance.randint(0, 20), chance.randint(0, most)])
+
+    def array(*shape: int) -> npt.NDArray[np.int64]:
+        values = [some(10**9) for _ in range(math.prod(shape))]
+        return np.array(values, np.int64).reshape(shape)
+
+    for _ in range(150):
+        traffic = TrafficCounts()
+        for name, value in vars(traffic).items():
+            if isinstance(value, int):
+                setattr(traffic, name, some())
+            elif isinstance(value, Counter):
+                value.update({key: some(10**9) for key in ("a", "b", "queue_full")})
+        counts = Counts(
+            at=chance.choice([0, 1, 10**9, 60 * 10**9]),
+            phases=array(2, 5),
+            mixtures=array(3, 85),
+            batches=array(13, 85),
+            forecast=array(4),
+            fits=array(2, 9).astype(np.float64),
+            preemptions=array(3),
+            engine=EngineCounts(some(), some(), some()),
+            pool=PoolCounts(some(), some(), some(), some(), some()),
+            processors=ProcessorTimes(some(), some(), some()),
+            traffic=traffic,
+        )
+        setup = replace(
+            SETUP, blocks=chance.choice([1, 1 << 30]), token_budget=chance.choice([1, 512])
+        )
+        if chance.random() < 0.4:
+            setup = replace(setup, costs=replace(COSTS, peaks=UNKNOWN))
+        asked = [Change("max_sequences", 3), Change("kv_blocks", 7), Change("threads", 1)]
+        message = DiagnoseResponse()
+        fill(message.now, diagnose(setup, counts, FORMATS, asked), Served("model", "ff"))
+        message.before.CopyFrom(message.now)
+        compare(message, message.before)
 
 
 def test_nothing_is_predicted_of_nothing() -> None:

@@ -392,18 +392,17 @@ def _chunks(model: Model, change: Change, budget: int) -> Prediction:
     work, now = model.work, model.setup.token_budget
     most = min(float(budget), work.chunk_most) if work.chunk_most < now else float(budget)
     caution = "decode steps alone stay as they are; the longest step changes with the chunk"
-    request = work.request
-    if request is not None and request.prompt > 0.0:
-        # As many more or fewer as the same prompt has alone.
-        had, gets = (math.ceil(request.prompt / size) for size in (work.chunk_most, most))
-        request = replace(request, chunks=request.chunks * gets / had)
+    changed, request = replace(work, chunk_most=most), work.request
     if most == work.chunk_most:
         caution = "prompts are in smaller chunks already, because of a limit in time"
-    changed = replace(work, request=request, chunk_most=most)
-    if most != work.chunk_most and request is not None and work.request is not None:
+    elif request is not None and request.prompt > 0.0 and request.chunks > 0.0:
+        # As many more or fewer as the same prompt has alone.
+        had, gets = (math.ceil(request.prompt / size) for size in (work.chunk_most, most))
+        chunks = request.chunks * gets / had
+        changed = replace(changed, request=replace(request, chunks=chunks))
         # Each chunk waits for those who decode beside it.
-        slower = (request.chunks * work.decode_step + changed.prompt_seconds) / (
-            work.request.chunks * work.decode_step + work.prompt_seconds
+        slower = (chunks * work.decode_step + changed.prompt_seconds) / (
+            request.chunks * work.decode_step + work.prompt_seconds
         )
         changed = _settled(model, changed, model.crowd.running, slower)
     return _told(change, "prefill" if budget > now else "none", changed, None, caution)
