@@ -142,7 +142,7 @@ class Admission:
         price: Callable[[Receipt], Receipt] = lambda receipt: receipt,
         record: Callable[[EndedRequest], None] = lambda ended: None,
         on_arrival: Callable[[Tenant, PrefixScopes, Prompt], None] = lambda *arrival: None,
-        on_crowd: Callable[[str, int, int], None] = lambda *change: None,
+        on_crowd: Callable[[str, int, int, int], None] = lambda *change: None,
     ) -> None:
         """`context_tokens` is the model's context window, `queued_max` the most that may wait.
 
@@ -177,7 +177,7 @@ class Admission:
             places,
             self._on_begin,
             price,
-            lambda: on_crowd("", 0, 0),
+            lambda: on_crowd("", 0, 0, 0),
         )
 
     @property
@@ -369,7 +369,7 @@ class Admission:
         self._quotas.usage.move(place, phase)
         more_open = (phase is not None) - (before is not None)
         more_wait = (phase == Phase.WAITING) - (before == Phase.WAITING)
-        self._on_crowd(place.usage.name, more_open, more_wait)
+        self._on_crowd(place.usage.name, more_open, more_wait, place.tokens)
 
     def _release(self, usage: TenantUsage) -> None:
         """Hands to the engine what waited for others of its tenant to end."""

@@ -226,9 +226,9 @@ class Server:
             scope = f"tenant {tenant.number}"  # what reuse would find there
         self._traffic.came(tenant.name, scope, prompt)
 
-    def _note_crowd(self, tenant: str, more_open: int, more_wait: int) -> None:
+    def _note_crowd(self, tenant: str, more_open: int, more_wait: int, tokens: int) -> None:
         now = time.monotonic_ns()
-        self._traffic.changed(now, self._crowd(), tenant, more_open, more_wait)
+        self._traffic.changed(now, self._crowd(), tenant, more_open, more_wait, tokens)
 
     def _crowd(self) -> Crowd:
         return Crowd(*self._admission.crowd)

@@ -118,7 +118,7 @@ def test_what_enters_reaches_the_engine_as_it_was_asked(
 def test_every_change_of_who_is_here_is_told(engine: FakeEngine, door_log: CapturingLogger) -> None:
     """Who began at once would be counted as waiting until somebody else comes or ends."""
     del door_log
-    told: list[tuple[tuple[int, ...], tuple[str, int, int]]] = []
+    told: list[tuple[tuple[int, ...], tuple[str, int, int, int]]] = []
     door = Admission(
         engine,  # type: ignore[arg-type]
         CONTEXT,
@@ -131,14 +131,14 @@ def test_every_change_of_who_is_here_is_told(engine: FakeEngine, door_log: Captu
     finish(door, first)
     door.end(second, EndReason.CANCELLED)
     finish(door, second)
-    name = DEV_CALLER.name
+    name, tokens = DEV_CALLER.name, first.prompt_tokens
     assert told == [
-        ((1, 1, 0, 0), (name, 1, 1)),
-        ((2, 2, 0, 0), (name, 1, 1)),
-        ((2, 1, 0, 0), (name, 0, -1)),
-        ((1, 1, 0, 0), (name, -1, 0)),
-        ((1, 0, 0, 0), (name, 0, -1)),
-        ((0, 0, 0, 0), (name, -1, 0)),
+        ((1, 1, 0, 0), (name, 1, 1, tokens)),
+        ((2, 2, 0, 0), (name, 1, 1, tokens)),
+        ((2, 1, 0, 0), (name, 0, -1, tokens)),
+        ((1, 1, 0, 0), (name, -1, 0, tokens)),
+        ((1, 0, 0, 0), (name, 0, -1, tokens)),
+        ((0, 0, 0, 0), (name, -1, 0, tokens)),
     ]
 
 

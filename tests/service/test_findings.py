@@ -10,6 +10,7 @@ import pytest
 
 from kvledger import _core
 from kvledger.diagnosis.counts import Counts, EngineCounts, PoolCounts, duration_quantile
+from kvledger.diagnosis.diagnosis import diagnose
 from kvledger.diagnosis.findings import findings
 from kvledger.diagnosis.observation import UNKNOWN, Observation, Setup, observe
 from kvledger.diagnosis.traffic import (
@@ -110,6 +111,7 @@ class Interval:
         counts.life_time += requests * SECOND // 2
         counts.open_time += requests * SECOND // 2
         counts.lives[tenant] += requests * SECOND // 2
+        counts.asked[tenant] += requests * prompt * SECOND // 2
         return self
 
     def waits(self, seconds: float, tenant: str = "a") -> Interval:
@@ -118,7 +120,7 @@ class Interval:
         counts.queued[tenant] += time
         counts.life_time += time
         counts.lives[tenant] += time
-        counts.waiting_time += time
+        self._wait(time)
         counts.open_time += time
         return self
 
@@ -127,10 +129,18 @@ class Interval:
     ) -> Interval:
         """Requests that have not ended."""
         self.traffic.open_time += round(seconds * SECOND)
-        self.traffic.waiting_time += round(waiting * SECOND)
+        self._wait(round(waiting * SECOND))
         self.traffic.held_time += round(held * SECOND)
         self.traffic.stalled_time += round(stalled * SECOND)
         return self
+
+    def _wait(self, time: int) -> None:
+        """Prompts of those that wait are as long as those that came, on average."""
+        counts = self.traffic
+        counts.waiting_time += time
+        counts.waiting_tokens += (
+            time * sum(counts.prompt_tokens.values()) // max(1, counts.requests)
+        )
 
     def _add(
         self, phase: int, steps: int, tokens: int, keys: int, rows: int, seconds: float
@@ -239,6 +249,40 @@ def test_a_tenant_that_floods_is_named() -> None:
     found = findings(interval.seen)[0]
     assert found.name == "flooding_tenant"
     assert "greedy" in found.sentence
+
+
+def test_a_flood_that_came_long_ago_is_named_and_not_its_victim() -> None:
+    """The tenant that waits would be limited, and memory guaranteed to the one in its way."""
+    interval = healthy().asks(100, 80, 40, "victim").waits(400.0, "victim")
+    interval.traffic.prompt_tokens = Counter(victim=8000)  # nothing else came in this minute
+    interval.traffic.asked["flood"] += 8 * 1800 * 60 * SECOND
+    found = findings(interval.seen)[0]
+    assert found.name == "flooding_tenant"
+    assert "tenant flood's" in found.sentence
+    assert found.remedy.startswith("Give flood ")
+
+
+def test_a_pool_is_short_for_those_that_wait_not_for_those_that_came() -> None:
+    """Short prompts of others would hide that nothing is left for long ones."""
+    interval = healthy().asks(2000, 40, 20, "small").is_open(600.0, waiting=600.0)
+    interval.live, interval.setup = 0.6, replace(SETUP, blocks=120)
+    interval.traffic.waiting_tokens = 600 * SECOND * 1800
+    found = findings(interval.seen)[0]
+    assert found.name == "pool"
+    assert "one that waits needs 56 blocks" in found.sentence
+    assert "lost their blocks" not in found.sentence, "none did"
+    interval.traffic.waiting_tokens = 600 * SECOND * 40
+    assert "pool" not in interval.named
+
+
+def test_whoever_waits_is_not_told_that_nothing_is_short() -> None:
+    """An operator whose users complain would close the ticket."""
+    interval = healthy().is_open(600.0, waiting=500.0)
+    interval.live = 0.0
+    diagnosis = diagnose(SETUP, interval.counts, {})
+    assert not diagnosis.findings
+    assert diagnosis.summary.startswith("Nothing that is known explains the waiting")
+    assert diagnose(SETUP, healthy().counts, {}).summary.startswith("Nothing is short")
 
 
 def test_a_batch_that_is_kept_small_is_named() -> None:
@@ -490,17 +534,19 @@ def test_requests_are_counted_while_they_are_open() -> None:
 def test_tenants_that_still_wait_are_counted_apart() -> None:
     """A tenant that a flood keeps out for minutes would be seen when it comes in."""
     traffic = Traffic(4)
-    traffic.changed(1000, Crowd(1, 1), "quiet", 1, 1)
-    traffic.changed(1200, Crowd(2, 1), "flood", 1, 0)
+    traffic.changed(1000, Crowd(1, 1), "quiet", 1, 1, 10)
+    traffic.changed(1200, Crowd(2, 1), "flood", 1, 0, 900)
     traffic.pass_time(1500, Crowd(2, 1))
     assert traffic.counts.queued == Counter(quiet=500, flood=0)
     assert traffic.counts.lives == Counter(quiet=500, flood=300)
-    traffic.changed(1600, Crowd(2, 0), "quiet", 0, -1)
-    traffic.changed(1700, Crowd(1, 0), "quiet", -1, 0)
+    traffic.changed(1600, Crowd(2, 0), "quiet", 0, -1, 10)
+    traffic.changed(1700, Crowd(1, 0), "quiet", -1, 0, 10)
     traffic.pass_time(9700, Crowd(1, 0))
     assert traffic.counts.queued == Counter(quiet=600, flood=0)
     assert traffic.counts.lives == Counter(quiet=700, flood=8500)
     assert traffic.counts.waiting_time == 600
+    assert traffic.counts.asked == Counter(quiet=7000, flood=8500 * 900)
+    assert traffic.counts.waiting_tokens == 6000
 
 
 def test_a_moment_that_is_kept_names_the_largest_tenants_only() -> None:

@@ -43,10 +43,10 @@ limits    pool 97%: 12 % of the computed tokens had been computed before, after
   also    flooding_tenant 92%
 lost      refused 123 (queue_full 120 …), preempted 12 (for_another 11 …)
 trend     WORSE in 5 min: waterline 41%→97%, waiting 3%→38%, decode 212→210/s
-  owner           held  resv cached share  +-/s  guar   max  open  wait prompt/s
-A acme FLOODS      280    12      5   83%  +2.8     -   330    40    35     1240
-G globex            18     0      9    5%          88     -     4     3     40.0
-I initech            6     0      3    2%           -     -     1     1     20.0
+  owner           held  resv cached share  +-/s  guar   max  open  wait     asks
+A acme FLOODS      280    12      5   83%  +2.8     -   330    40    35    37200
+G globex            18     0      9    5%          88     -     4     3     1200
+I initech            6     0      3    2%           -     -     1     1      600
 T group team         4     0      4    1%           -     -     0     0        0
 U umbrella-prod…     0     0      4    0%           -     -     0     0        0
  q quit   s sort: memory   p pause   ? help"""
@@ -161,7 +161,7 @@ def test_forty_tenants_end_in_one_line() -> None:
     ]
     viewer.show_books(books(owners), 0.0)
     load = load_of(flooded_diagnosis(), 300.0)
-    viewer.show_load(replace(load, prompt_tokens={"t-33": 5000, "t-01": 10}))
+    viewer.show_load(replace(load, open_tokens={"t-33": 5000, "t-01": 10}))
     lines = looks(viewer).splitlines()
     rows = [line for line in lines if "t-" in line]
     assert rows[0].split()[1:4] == ["t-33", "FLOODS", "7"]
@@ -184,7 +184,7 @@ def test_whoever_floods_is_named_however_long_the_name() -> None:
     """The one thing that must be seen would be cut off."""
     viewer, name = Viewer(SERVER, 0.0), "a" * 63
     viewer.show_books(books([Owner("t1", name, held=5), Owner("t2", "b", held=9)]), 0.0)
-    viewer.show_load(replace(load_of(flooded_diagnosis(), 0.0), prompt_tokens={name: 9, "b": 1}))
+    viewer.show_load(replace(load_of(flooded_diagnosis(), 0.0), open_tokens={name: 9, "b": 1}))
     (row,) = [line for line in looks(viewer).splitlines() if " FLOODS " in line]
     assert row.startswith("A aaaaaa… FLOODS ")
 
@@ -200,7 +200,7 @@ def test_rows_are_sorted(sort: str) -> None:
     viewer.show_books(replace(books(earlier), elapsed=50.0), 0.0)
     viewer.show_books(books([first, second, third]), 0.0)
     load = replace(load_of(flooded_diagnosis(), 0.0), findings=[])
-    viewer.show_load(replace(load, prompt_tokens={"a": 5, "b": 7, "c": 6}))
+    viewer.show_load(replace(load, open_tokens={"a": 5, "b": 7, "c": 6}))
     for _ in range(SORTS.index(sort)):
         viewer.press("s", 0.0)
     text = looks(viewer)

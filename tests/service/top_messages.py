@@ -96,7 +96,7 @@ def flooded_diagnosis() -> diagnosis_pb2.DiagnoseResponse:
     now.waterline, now.traffic.waiting, now.traffic.requests = 0.97, 0.38, 34
     now.traffic.refused.update({"queue_full": 120, "queued_max": 3})
     now.preemptions.update({"for_another": 11, "paused": 1})
-    now.traffic.prompt_tokens.update({"acme": 37_200, "globex": 1_200, "initech": 600})
+    now.traffic.open_tokens.update({"acme": 37_200.0, "globex": 1_200.0, "initech": 600.0})
     before.interval.FromSeconds(30)
     before.waterline, before.traffic.waiting, before.traffic.requests = 0.41, 0.03, 40
     before.decode.tokens, before.decode.step_p99 = 6360, 0.030

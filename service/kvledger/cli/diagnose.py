@@ -173,8 +173,8 @@ def _lines(response: diagnosis_pb2.DiagnoseResponse) -> Iterator[str]:
     yield from _traffic(now.traffic)
     if now.predictions:
         yield ""
-        yield "What changes would do:"
-        yield from _predictions(now.predictions)
+        yield "What changes would do, to steps and to requests like these, while a step runs:"
+        yield from _predictions(now)
     if response.changes:
         yield ""
         yield "Since then:"
@@ -195,9 +195,13 @@ def _phases(now: diagnosis_pb2.Diagnosis) -> Iterator[str]:
             continue
         line = (
             f"{name:8}{phase.tokens} tokens in {phase.steps} steps, {phase.sequences:.1f} "
-            f"sequences at a time, {phase.context:.0f} tokens before each; steps alone "
-            f"{_ms(phase.step_median)} ms, 99th percentile {_ms(phase.step_p99)}"
+            f"sequences at a time, {phase.context:.0f} tokens before each"
         )
+        if phase.step_median > 0:
+            line += (
+                f"; steps of it alone {_ms(phase.step_median)} ms, 99th percentile "
+                f"{_ms(phase.step_p99)} (to a fifth)"
+            )
         if measured:
             line += (
                 f"; {_percent(phase.memory_share)} of the memory's speed, "
@@ -206,16 +210,20 @@ def _phases(now: diagnosis_pb2.Diagnosis) -> Iterator[str]:
             )
         yield line
     if not measured:
-        yield "The machine was not measured: no shares of its peaks."
+        yield (
+            "The machine was not measured, or other programs ran meanwhile: no shares of its peaks "
+            "(--machine-peaks)."
+        )
 
 
 def _traffic(traffic: diagnosis_pb2.Traffic) -> Iterator[str]:
     refused = sum(traffic.refused.values())
     yield (
-        f"traffic {traffic.requests} requests entered, {refused} refused; prompts up to "
-        f"{traffic.prompt_median} tokens (95 %: {traffic.prompt_p95}), answers up to "
-        f"{traffic.output_median} ({traffic.output_p95}); {_percent(traffic.reused)} of the "
-        f"prompts reused, {_percent(traffic.reusable)} with a cache without limit"
+        f"traffic {traffic.requests} requests entered, {refused} refused; half of the prompts have "
+        f"at most {traffic.prompt_median} tokens, 95 % at most {traffic.prompt_p95}; of the "
+        f"answers {traffic.output_median} and {traffic.output_p95} (to a factor of two); "
+        f"{_percent(traffic.reused)} of the prompts reused, {_percent(traffic.reusable)} with a "
+        f"cache without limit"
     )
     yield (
         f"        of their time requests waited {_percent(traffic.waiting)}, sat in others' "
@@ -223,24 +231,54 @@ def _traffic(traffic: diagnosis_pb2.Traffic) -> Iterator[str]:
     )
 
 
-def _predictions(predictions: Sequence[diagnosis_pb2.Prediction]) -> Iterator[str]:
-    for each in predictions:
-        parts = []
-        if each.HasField("decode_step_seconds"):
-            parts.append(f"decode step {_ms(each.decode_step_seconds)} ms")
-        if each.HasField("tokens_per_second"):
-            parts.append(f"{each.tokens_per_second:.0f} tokens/s")
-        if each.HasField("prefill_tokens_per_second"):
-            parts.append(f"prompts {each.prefill_tokens_per_second:.0f} tokens/s")
-        if each.HasField("requests_per_second"):
-            parts.append(f"{each.requests_per_second:.3g} requests/s at most")
-        if each.HasField("longest_step_seconds"):
-            parts.append(f"longest step {_ms(each.longest_step_seconds)} ms")
-        if each.HasField("sequences"):
-            parts.append(f"{each.sequences} sequences fit")
-        caution = f" ({each.caution})" if each.caution else ""
-        helps = "" if each.helps == "none" else f"; helps {each.helps}"
-        yield f"  {each.change}: {', '.join(parts)}{helps}{caution}"
+_COLUMNS = (
+    ("step ms", "decode_step_seconds", 1e3),
+    ("tokens/s", "tokens_per_second", 1.0),
+    ("prompt tok/s", "prefill_tokens_per_second", 1.0),
+    ("requests/s", "requests_per_second", 1.0),
+    ("longest ms", "longest_step_seconds", 1e3),
+    ("fit", "sequences", 1.0),
+)
+
+
+def _predictions(now: diagnosis_pb2.Diagnosis) -> Iterator[str]:
+    """A table: what is, and what each change would come to."""
+    rows = [["", *(head for head, _, _ in _COLUMNS), "helps"], _as_it_is(now)]
+    notes = [""] * len(rows)
+    for each in now.predictions:
+        figures = [
+            _figure(getattr(each, name) * factor) if each.HasField(name) else "-"
+            for _, name, factor in _COLUMNS
+        ]
+        helps = "" if each.helps == "none" else each.helps
+        rows.append([each.change, *figures, helps])
+        notes.append(each.caution)
+    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
+    for row, note in zip(rows, notes, strict=True):
+        cells = [row[0].ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(row[1:-1], widths[1:-1], strict=True)]
+        yield f"  {'  '.join([*cells, row[-1]])}".rstrip()
+        if note:
+            yield f"    {note}"
+
+
+def _as_it_is(now: diagnosis_pb2.Diagnosis) -> list[str]:
+    decode, prefill = now.decode, now.prefill
+    shares = {
+        "decode_step_seconds": (decode.seconds, decode.steps),
+        "tokens_per_second": (decode.tokens, decode.seconds),
+        "prefill_tokens_per_second": (prefill.tokens, prefill.seconds),
+        "requests_per_second": (now.traffic.ended, decode.seconds + prefill.seconds),
+    }
+    figures = []
+    for _, name, factor in _COLUMNS:
+        part, whole = shares.get(name, (0.0, 0.0))
+        figures.append(_figure(part / whole * factor) if part and whole else "-")
+    return ["now", *figures, ""]
+
+
+def _figure(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _name(figure: str) -> str:

@@ -81,7 +81,7 @@ def load_of(response: diagnosis_pb2.DiagnoseResponse, ago: float) -> Load:
         requests=now.traffic.requests,
         refused=dict(now.traffic.refused),
         preempted=dict(now.preemptions),
-        prompt_tokens=dict(now.traffic.prompt_tokens),
+        open_tokens=dict(now.traffic.open_tokens),
         before=_marks(response.before) if response.HasField("before") else None,
         ago=ago,
     )

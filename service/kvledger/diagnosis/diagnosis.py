@@ -27,9 +27,11 @@ class Diagnosis:
         seen = self.seen
         if seen.decode.steps + seen.prefill.steps == 0:
             return "Nobody asked for anything: there is nothing to say."
+        waits = seen.waiting + seen.held
+        begin = "Nothing is short" if waits < 0.2 else "Nothing that is known explains the waiting"
         return (
-            f"Nothing is short: a step ran {percent(seen.busy)} of the time, requests waited "
-            f"{percent(seen.waiting + seen.held)} of theirs, and the pool's "
+            f"{begin}: a step ran {percent(seen.busy)} of the time, requests waited "
+            f"{percent(waits)} of theirs, and the pool's "
             f"waterline was {percent(seen.waterline)}."
         )
 

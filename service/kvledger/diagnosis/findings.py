@@ -99,9 +99,20 @@ def pool(seen: Observation) -> Finding | None:
         "pool",
         max(lost, waits if blocked else 0.0, 0.02),
         f"The KV pool is short: its waterline was {percent(seen.waterline)} of "
-        f"{seen.setup.blocks} blocks, {seen.preempted} sequences lost their blocks, "
-        f"{percent(lost)} of the computed tokens had been computed before, and requests waited "
-        f"{percent(waits)} of their time.",
+        f"{seen.setup.blocks} blocks, "
+        + (
+            f"{seen.preempted} sequences lost their blocks, {percent(lost)} of the computed tokens "
+            f"had been computed before, and "
+            if seen.preempted or lost
+            else ""
+        )
+        + f"requests waited {percent(waits)} of their time"
+        + (
+            f"; one that waits needs {_waiting_blocks(seen):.0f} blocks for its prompt."
+            if blocked
+            else "."
+        )
+        + _mostly(seen),
         "Raise --kv-bytes, lower max_tokens or the context that clients send, or add a replica.",
         "both",
         "More threads or a bigger batch: both ask for more blocks at a time.",
@@ -115,10 +126,26 @@ def _has_room(seen: Observation) -> bool:
     runs to grow into. A waterline says less: half of a pool that holds one request and a half is
     free, and nobody else can have it.
     """
-    requests = seen.traffic.requests
-    prompt = seen.prompts / requests / seen.setup.block_tokens if requests else 0.0
     free = (1 - seen.waterline) * seen.setup.blocks
-    return free > prompt + 1 + _running(seen) and seen.waterline < 0.9
+    return free > _waiting_blocks(seen) + 1 + _running(seen) and seen.waterline < 0.9
+
+
+def _waiting_blocks(seen: Observation) -> float:
+    """Blocks for the prompt of a request that waits, on average; of one that came, if none does."""
+    traffic = seen.traffic
+    if traffic.waiting_time > 0:
+        tokens = traffic.waiting_tokens / traffic.waiting_time
+    else:
+        tokens = seen.prompts / traffic.requests if traffic.requests else 0.0
+    return tokens / seen.setup.block_tokens
+
+
+def _mostly(seen: Observation) -> str:
+    """Whose load it is, where it is one's of several."""
+    name, share = largest_share(seen.traffic.asked)
+    if len(+seen.traffic.asked) < 2 or share < 0.5:
+        return ""
+    return f" {percent(share)} of what is asked for is tenant {name}'s."
 
 
 def _running(seen: Observation) -> float:
@@ -147,9 +174,13 @@ def slow_reader(seen: Observation) -> Finding | None:
 
 
 def flood(seen: Observation) -> Finding | None:
-    """One tenant that asks for most, while others wait."""
-    name, share = largest_share(seen.traffic.prompt_tokens)
-    if len(+seen.traffic.prompt_tokens) < 2 or share < 0.7:
+    """One tenant that asks for most, while others wait.
+
+    What counts is what is open, not what came: a flood whose prompts came before the interval
+    stands in the way of those that come in it.
+    """
+    name, share = largest_share(seen.traffic.asked)
+    if len(+seen.traffic.asked) < 2 or share < 0.7:
         return None
     queued = sum(time for tenant, time in seen.traffic.queued.items() if tenant != name)
     lived = sum(time for tenant, time in seen.traffic.lives.items() if tenant != name)
@@ -159,9 +190,9 @@ def flood(seen: Observation) -> Finding | None:
     return Finding(
         "flooding_tenant",
         share,
-        f"Tenant {name} sent {percent(share)} of the prompt tokens of "
-        f"{len(+seen.traffic.prompt_tokens)} tenants; the others' requests waited "
-        f"{percent(waits)} of their time.",
+        f"Of the prompt tokens of open requests {percent(share)} were tenant {name}'s, of "
+        f"{len(+seen.traffic.asked)} tenants; the others' requests waited {percent(waits)} of "
+        f"their time.",
         f"Give {name} running_max, tokens_per_second or kv_max, and the others kv_guaranteed "
         f"(docs/quotas.md).",
         "both",
@@ -432,14 +463,14 @@ def weights_bound(seen: Observation) -> Finding | None:
 
 def overload(seen: Observation) -> Finding | None:
     """More than the server can do, where nothing says why: whoever waits is not told of health."""
-    if seen.busy < 0.9 or seen.waiting < 0.2:
+    if seen.busy < 0.7 or seen.waiting < 0.2:
         return None
     return Finding(
         "overload",
         seen.waiting,
         f"Steps ran {percent(seen.busy)} of the time and requests waited {percent(seen.waiting)} "
         f"of theirs: more comes than this server computes, {percent(seen.prefill_share)} of it "
-        f"prompts.",
+        f"prompts." + _mostly(seen),
         "Add a replica, or let callers send less at a time.",
         "both",
         "A longer queue: who stands in it waits longer, and nothing is computed sooner.",

@@ -54,7 +54,7 @@ class Change:
         if self.kind == "kv_format":
             return f"KV in {self.value}"
         if self.kind == "replicas":
-            return f"{self.value} replicas, with an equal part of the traffic each"
+            return f"{self.value} replicas, equal parts"
         return f"--{self.kind.replace('_', '-')} {self.value}"
 
 

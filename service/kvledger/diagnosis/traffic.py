@@ -53,6 +53,10 @@ class TrafficCounts:
     # By tenant, requests times the time that they waited in the core, and that they were open.
     queued: Counter[str] = field(default_factory=Counter)
     lives: Counter[str] = field(default_factory=Counter)
+    # By tenant, prompt tokens of open requests times time: what it asks for, however long ago it
+    # came. And those of all requests that wait in the core.
+    asked: Counter[str] = field(default_factory=Counter)
+    waiting_tokens: int = 0
     prompts: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(CLASSES, np.int64))
     outputs: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(CLASSES, np.int64))
     output_tokens: int = 0
@@ -107,6 +111,9 @@ class _OfTenant:
     seen_at: int  # nanoseconds
     open: int = 0
     waiting: int = 0
+    # Prompt tokens of these.
+    open_tokens: int = 0
+    waiting_tokens: int = 0
 
 
 class Traffic:
@@ -130,8 +137,11 @@ class Traffic:
         for name in self._of_tenants:
             self._pass_time_of(name, now)
 
-    def changed(self, now: int, crowd: Crowd, tenant: str, more_open: int, more_wait: int) -> None:
-        """The same where so many more of a tenant's requests are open and wait in the core.
+    def changed(
+        self, now: int, crowd: Crowd, tenant: str, more_open: int, more_wait: int, tokens: int
+    ) -> None:
+        """The same where so many more of a tenant's requests are open and wait in the core, with
+        prompts of so many tokens.
 
         Has to be called whenever anything of it changes: who began a moment after it came would be
         taken for one that waits until the next change.
@@ -142,6 +152,8 @@ class Traffic:
             self._pass_time_of(tenant, now)
             own.open += more_open
             own.waiting += more_wait
+            own.open_tokens += more_open * tokens
+            own.waiting_tokens += more_wait * tokens
             if own.open <= 0:
                 del self._of_tenants[tenant]
 
@@ -150,6 +162,8 @@ class Traffic:
         passed = max(0, now - own.seen_at)
         counts.queued[tenant] += passed * own.waiting
         counts.lives[tenant] += passed * own.open
+        counts.asked[tenant] += passed * own.open_tokens
+        counts.waiting_tokens += passed * own.waiting_tokens
         own.seen_at = now
 
     def _pass_time(self, now: int, crowd: Crowd) -> None:
@@ -170,7 +184,7 @@ class Traffic:
         if scope is not None:
             counts.reusable_tokens += self._reusable(scope, prompt)
         if len(counts.prompt_tokens) > 2 * _TENANTS:
-            for by_tenant in (counts.prompt_tokens, counts.queued, counts.lives):
+            for by_tenant in (counts.prompt_tokens, counts.queued, counts.lives, counts.asked):
                 kept = dict(by_tenant.most_common(_TENANTS))
                 by_tenant.clear()
                 by_tenant.update(kept)

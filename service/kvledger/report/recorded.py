@@ -115,6 +115,8 @@ class Recorded:
         counts.life_time += life
         counts.queued[tenant] += line["queue"]
         counts.lives[tenant] += life
+        counts.asked[tenant] += life * line["prompt_tokens"]
+        counts.waiting_tokens += line["queue"] * line["prompt_tokens"]
 
     @property
     def has_load(self) -> bool:

@@ -106,6 +106,9 @@ def _fill_traffic(message: diagnosis_pb2.Traffic, diagnosis: Diagnosis) -> None:
     message.stalled = seen.stalled
     message.delayed = seen.of_life(traffic.delayed_time)
     message.prompt_tokens.update(+traffic.prompt_tokens)
+    nanoseconds = max(1.0, seen.seconds * _NANOS)
+    for tenant, tokens in (+traffic.asked).items():
+        message.open_tokens[tenant] = tokens / nanoseconds
 
 
 def _fill_setup(message: diagnosis_pb2.Setup, setup: ServedSetup, served: Served) -> None:

@@ -119,16 +119,17 @@ class Load:
     requests: int = 0  # that entered
     refused: Mapping[str, int] = field(default_factory=dict)  # by reason
     preempted: Mapping[str, int] = field(default_factory=dict)  # by reason
-    prompt_tokens: Mapping[str, int] = field(default_factory=dict)  # by tenant
+    # By tenant, prompt tokens of its open requests at a time.
+    open_tokens: Mapping[str, float] = field(default_factory=dict)
     before: Marks | None = None  # of an interval that ended `ago` seconds ago
     ago: float = 0.0
 
     @property
     def flooding(self) -> str | None:
         """The tenant that asks for most while others wait, if one does."""
-        if not self.prompt_tokens or all(f.name != "flooding_tenant" for f in self.findings):
+        if not self.open_tokens or all(f.name != "flooding_tenant" for f in self.findings):
             return None
-        return max(self.prompt_tokens, key=lambda name: self.prompt_tokens[name])
+        return max(self.open_tokens, key=lambda name: self.open_tokens[name])
 
 
 @dataclass(frozen=True)

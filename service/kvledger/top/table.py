@@ -25,7 +25,7 @@ class _Rates:
     """What can be told of an owner only from two pictures, or from the load."""
 
     growth: Mapping[str, float]  # blocks a second, by key
-    prompts: Mapping[str, float]  # tokens a second, by name
+    prompts: Mapping[str, float]  # tokens of open requests, by name
     blocks: int
 
     def growth_of(self, owner: Owner) -> float:
@@ -62,7 +62,7 @@ _COLUMNS = (
     _Column("max", 6, 3, lambda o, rates: "-" if o.most is None else count(o.most)),
     _Column("open", 6, 8, lambda owner, rates: count(owner.open)),
     _Column("wait", 6, 8, lambda owner, rates: count(owner.waiting)),
-    _Column("prompt/s", 9, 5, lambda owner, rates: rate(rates.prompts_of(owner))),
+    _Column("asks", 9, 5, lambda owner, rates: rate(rates.prompts_of(owner))),
 )
 
 
@@ -113,7 +113,7 @@ def _rates(frame: Frame, books: Books) -> _Rates:
     load = frame.load
     prompts: dict[str, float] = {}
     if load is not None and load.seconds > 0:
-        prompts = {name: tokens / load.seconds for name, tokens in load.prompt_tokens.items()}
+        prompts = dict(load.open_tokens)
     return _Rates(growth, prompts, books.blocks)
 
 

@@ -50,7 +50,7 @@ _HELP = (
         "table",
         "share: held and reserved, of the pool. +-/s: blocks more or less a second. guar: "
         "guaranteed. max: the most it may have; yellow if it has that. wait: requests that never "
-        "ran yet. prompt/s: prompt tokens that came a second. FLOODS: asks for most while "
+        "ran yet. asks: prompt tokens of its open requests. FLOODS: asks for most while "
         "others wait.",
     ),
     ("keys", "q quits, s sorts, p pauses, j, k and arrows move the table, ? shows the picture."),

@@ -23,6 +23,7 @@ from kvledger.v1 import diagnosis_pb2_grpc, ledger_pb2, ledger_pb2_grpc
 
 T = TypeVar("T")
 
+LAST = ("longest", "ms", "fit", "helps")
 PARTS = ("queued", "preempted", "prefill", "decode", "delayed", "stalled")
 
 
@@ -270,7 +271,7 @@ async def test_the_commands_print_it(
     assert await asyncio.to_thread(main, ["diagnose", *shown, "--against", "60"]) == 0
     said = capsys.readouterr().out
     assert "A step ran" in said
-    assert "What changes would do:" in said
+    assert "What changes would do" in said
     assert "Since then:" in said
     assert await asyncio.to_thread(main, ["diagnose", *shown, "--json"]) == 0
     earlier = tmp_path / "before.json"
@@ -279,7 +280,11 @@ async def test_the_commands_print_it(
     assert await asyncio.to_thread(main, ["diagnose", *shown, *against]) == 0
     said = capsys.readouterr().out
     assert "Nothing that is counted differs by a quarter." in said
-    assert "--max-sequences 2: decode step" in said
+    table = said[said.index("What changes would do") :].splitlines()
+    assert table[1].split() == ["step", "ms", "tokens/s", "prompt", "tok/s", "requests/s", *LAST]
+    assert table[2].split()[0] == "now"
+    assert any(line.startswith("  --max-sequences 2 ") for line in table)
+    assert max(map(len, table)) <= 110
     explain = ["explain", answer.accepted.request_id, *shown]
     assert await asyncio.to_thread(main, explain) == 0
     said = capsys.readouterr().out
