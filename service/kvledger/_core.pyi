@@ -211,6 +211,7 @@ class Engine:
         cost_growth: float = ...,
         times_prefixes: bool = ...,
         times_books: bool = ...,
+        forecast: bool = ...,
         now: int,
     ) -> None: ...
     def plan(
