@@ -43,6 +43,7 @@ TPOT_MOST = 0.15
 QUEUE, SEQUENCES, TENANTS = 32, 64, 8
 SLOTS = 32
 LONGEST = 8000  # prompt and output; longer ones of a trace are left out
+BLOCKS_LEAST = LONGEST // SLOTS + 20  # every request fits
 END, WORD = 2, 7
 
 Lengths = Callable[[random.Random], tuple[int, int]]
@@ -76,7 +77,6 @@ class Outcome:
     again: int = 0
     preempted: int = 0
     preempted_most: int = 0
-    blocks_most: int = 0
     running: float = 0.0  # on average
     tpot: list[float] = field(default_factory=list)
     ttft: list[float] = field(default_factory=list)
@@ -121,6 +121,7 @@ class Load:
         self._machine = machine
         self._lengths = lengths
         self._random = random.Random(seed)
+        self._sizes = random.Random(seed)  # of those let in: all loads have the same ones
         self._core = _core.Engine(
             blocks=blocks,
             slots_per_block=SLOTS,
@@ -159,11 +160,11 @@ class Load:
         return self.outcome
 
     def _come(self, due: float, queue: int) -> None:
-        prompt, output = self._lengths(self._random)
-        tenant = self._random.randrange(TENANTS)
         if len(self._waiting) >= queue:
             self.outcome.refused += 1
             return
+        prompt, output = self._lengths(self._sizes)
+        tenant = self._sizes.randrange(TENANTS)
         self._jobs.append(
             Job(
                 sequence=self._next,
@@ -239,7 +240,8 @@ def measure(machine: Machine, lengths: Lengths, options: argparse.Namespace) -> 
         arms: dict[bool, list[Outcome]] = {True: [], False: []}
         for load in options.loads:
             for forecast in (False, True):
-                run = Load(machine, max(270, round(pool * blocks)), lengths, 1, forecast)
+                size = max(BLOCKS_LEAST, round(pool * blocks))
+                run = Load(machine, size, lengths, 1, forecast)
                 outcome = run.run(rate * load, options.seconds)
                 arms[forecast].append(outcome)
                 name = f"pool {pool:g}, load {load:g}{'' if forecast else ', before'}"
@@ -286,7 +288,7 @@ def main(arguments: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--lengths", type=Path, help="a CSV with ContextTokens, GeneratedTokens")
-    parser.add_argument("--seconds", type=positive, default=300.0, help="simulated, of each load")
+    parser.add_argument("--seconds", type=positive, default=1000.0, help="simulated, of each load")
     parser.add_argument("--pools", type=positive, nargs="+", default=[2.0, 0.5, 0.25])
     parser.add_argument("--loads", type=positive, nargs="+", default=[0.5, 1.0, 2.0, 4.0])
     parser.add_argument("--machine", choices=["cpu", "gpu", "both"], default="both")
