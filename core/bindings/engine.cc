@@ -511,7 +511,14 @@ void bind_prefixes(py::class_<BoundEngine>& engine) {
       .def_property_readonly(
           "step_books",
           [](const BoundEngine& self) -> const auto& { return self.engine().step_books(); },
-          py::return_value_policy::reference_internal);
+          py::return_value_policy::reference_internal)
+      .def_property_readonly(
+          "governor",
+          [](const BoundEngine& self) {
+            const RecomputeGovernor& governor = self.engine().governor();
+            return py::make_tuple(governor.level(), governor.raised(), governor.lowered());
+          },
+          "How careful admission is, and how often that was raised and lowered.");
 }
 
 }  // namespace

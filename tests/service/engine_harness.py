@@ -108,6 +108,10 @@ class RecordingCore:
     def step_books(self) -> _core.StepBooks:
         return self.core.step_books
 
+    @property
+    def governor(self) -> tuple[int, int, int]:
+        return self.core.governor
+
     def set_shares(self, *arguments: Any) -> None:
         self.core.set_shares(*arguments)
 
