@@ -327,8 +327,10 @@ void Engine::count_computed(Sequence& sequence, std::int64_t tokens) {
   const std::int64_t before = sequence.computed;
   sequence.computed += tokens;
   sequence.computed_tokens += tokens;
-  sequence.recomputed_tokens +=
+  const std::int64_t again =
       std::max<std::int64_t>(0, std::min(sequence.computed, sequence.computed_peak) - before);
+  sequence.recomputed_tokens += again;
+  scheduler_.count_work(tokens, again);
   sequence.computed_peak = std::max(sequence.computed_peak, sequence.computed);
   if (sequence.request->is_shared() && before < sequence.prompt_count &&
       sequence.computed >= sequence.prompt_count) {

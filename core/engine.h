@@ -108,6 +108,8 @@ class Engine {
 
   // What all steps did; any thread may read it.
   const StepBooks& step_books() const noexcept { return scheduler_.books(); }
+  // How careful they have made admission; its level and moves may be read by any thread.
+  const RecomputeGovernor& governor() const noexcept { return scheduler_.governor(); }
 
   // What changed since the last call, by whatever was called between. Valid until the next call.
   const StepReport& take_report();

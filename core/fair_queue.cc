@@ -28,7 +28,7 @@ TenantLine& FairQueue::enter(TenantId tenant) {
   make_room(spare_, spare_.size() + size_ + 1);
   make_room(due_, by_tenant_.size() + 1);
   maker.insert(nobody);
-  const auto [found, is_new] = by_tenant_.try_emplace(tenant, tenant);
+  const auto [found, is_new] = by_tenant_.try_emplace(tenant, tenant, lengths_);
   TenantLine& line = found->second;
   if (is_new) {
     try {

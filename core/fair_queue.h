@@ -32,6 +32,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "core/output_lengths.h"
 #include "core/sequence.h"
 #include "core/types.h"
 
@@ -58,7 +59,8 @@ class TenantLine {
   };
   using Lines = std::set<TenantLine*, GoesBefore>;
 
-  explicit TenantLine(TenantId tenant) noexcept : tenant_(tenant) {}
+  TenantLine(TenantId tenant, const OutputLengths& everybody) noexcept
+      : lengths(&everybody), tenant_(tenant) {}
 
   TenantId tenant() const noexcept { return tenant_; }
   std::int64_t service() const noexcept { return service_; }
@@ -66,6 +68,8 @@ class TenantLine {
 
   // The scheduler's, within one plan: who of this tenant came first of those that may be computed.
   const Sequence* oldest = nullptr;
+  // How long its outputs get.
+  OutputLengths lengths;
 
  private:
   friend class FairQueue;
@@ -108,11 +112,16 @@ class FairQueue {
 
   // Service that a tenant which comes with nothing waiting may be given before others.
   explicit FairQueue(std::int64_t credit);
+  FairQueue(const FairQueue&) = delete;  // lines refer to its lengths
+  FairQueue& operator=(const FairQueue&) = delete;
 
   // Makes room for one more sequence of a tenant, and returns its line, which stays where it is.
   TenantLine& enter(TenantId tenant);
   // Ends what enter() began, for a sequence that does not wait.
   void leave();
+
+  // How long the outputs of all tenants get.
+  OutputLengths& lengths() noexcept { return lengths_; }
 
   // Puts a sequence that entered among those that wait, or takes it out.
   void insert(Sequence& sequence);
@@ -144,6 +153,7 @@ class FairQueue {
   const std::int64_t credit_;
   std::int64_t time_ = 0;
   std::size_t size_ = 0;
+  OutputLengths lengths_;
   std::unordered_map<TenantId, TenantLine> by_tenant_;
   TenantLine::Lines lines_;  // that have somebody waiting
   // A node for every sequence that entered and does not wait.

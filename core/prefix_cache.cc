@@ -399,8 +399,11 @@ BlockCount PrefixCache::reclaimable() const noexcept {
 }
 
 BlockCount PrefixCache::available(TenantId tenant) const noexcept {
-  const BlockCount room = pool_.available() + reclaimable();
-  return std::min(room - shares_.kept_from(tenant), shares_.left_to(tenant));
+  return std::min(unkept(tenant), shares_.left_to(tenant));
+}
+
+BlockCount PrefixCache::unkept(TenantId tenant) const noexcept {
+  return pool_.available() + reclaimable() - shares_.kept_from(tenant);
 }
 
 BlockCount PrefixCache::room_of_scopes() const noexcept {

@@ -129,8 +129,11 @@ class PrefixCache {
   // Blocks that stay.
   std::int64_t staying() const noexcept { return static_cast<std::int64_t>(staying_.size()); }
 
-  // Blocks that requests of a tenant may still reserve.
+  // Blocks that requests of a tenant may still reserve; the same, whatever its own limit.
   BlockCount available(TenantId tenant) const noexcept;
+  BlockCount unkept(TenantId tenant) const noexcept;
+  // Blocks that a request holds and nobody else does.
+  BlockCount held_alone(RequestAccount account) const { return ledger_.held_by(account); }
   std::optional<Reservation> reserve(RequestAccount account, TenantId tenant, BlockCount count);
 
   const PoolShares& shares() const noexcept { return shares_; }

@@ -22,7 +22,9 @@ Scheduler::Scheduler(const SchedulerSettings& settings, std::int32_t slots_per_b
       tables_(tables),
       cache_(cache),
       blocks_(slots_per_block, pool, tables, cache),
-      queue_(settings.token_budget) {
+      queue_(settings.token_budget),
+      pool_forecast_(slots_per_block),
+      share_forecast_(slots_per_block) {
   KVL_CHECK_GE(settings.sequences_max, 1);
   KVL_CHECK_GE(settings.token_budget, settings.sequences_max);
   KVL_CHECK_LE(settings.sequences_max, tables.rows());
@@ -342,6 +344,7 @@ void Scheduler::remove(Sequence& sequence) {
     leave_running(sequence);
   }
   queue_.leave();
+  learn_length(sequence);
   sequence.state = Sequence::State::kEnded;
   Request& request = *sequence.request;
   std::erase(request.samples, &sequence);

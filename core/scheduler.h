@@ -15,15 +15,20 @@
 // lower urgency counts as having arrived later, so it waits longer but not forever, and a preempted
 // sequence keeps its place.
 //
-// Admission. A waiting sequence is admitted when blocks for all its tokens can be reserved and one
-// block stays free for every running sequence to grow into. One that does not fit may be overtaken
-// by `overtakes_max` others, then nobody passes it.
+// Admission. A waiting sequence is admitted when blocks for all its tokens can be reserved, one
+// block stays free for every running sequence to grow into, and memory is expected to last: with
+// outputs as long as they use to be (output_lengths.h) those that run and it will at no time hold
+// more than there is, with a margin (memory_forecast.h) that grows while much is computed twice
+// (recompute_governor.h). If nobody goes on it is admitted whatever is expected: nothing else would
+// ever change that. One that does not fit, now or later, may be overtaken by `overtakes_max`
+// others, then nobody passes it.
 //
 // Preemption. When a sequence needs a block and none is free, the lowest ranked one behind it
 // gives its blocks back and will be recomputed; if there is none behind it, it steps back itself.
 // After `preemptions_max` times a sequence returns only with everything reserved that it can ever
 // need, and is no victim again. So there is no deadlock: whoever may not be preempted never needs a
-// block, the first of the others may preempt all the rest, and any one sequence fits alone.
+// block, the first of the others may preempt all the rest, and any one sequence fits alone. What is
+// expected holds up nobody for ever: those that run end, and when none does the first is admitted.
 //
 // Samples. The samples of a request wait in the queue like other sequences, but only one of them
 // while none has computed the prompt: the rest are held back (request.h). When the step that
@@ -36,7 +41,8 @@
 // this step, it waits for it: one step. Order and shares go by what a sequence would have to
 // compute if nothing were cached, so that nobody's place tells what others have cached.
 //
-// Shares. Who waits for room in its own tenant's share is passed by, and holds up nobody; who fits
+// Shares. Who waits for room in its own tenant's share, now or later, is passed by, and holds up
+// nobody. Who has a guarantee waits for what its own sequences will need, not for others'; who fits
 // into what is left of its tenant's guarantee passes everybody (both for as many tenants and
 // requests as a step looks at). A tenant's sequences take no more
 // blocks than its share, and never those that others have guaranteed (pool_shares.h); who needs one
@@ -47,19 +53,23 @@
 // needs a block it is the first victim, wherever it stands: who does not take tokens should not
 // cost anybody else theirs.
 //
-// A plan costs O(tokens in it + sequences running); nothing grows with the pool or with history.
+// A plan costs O(tokens in it + sequences running); nothing grows with the pool or with history. A
+// forecast is made in plans that could admit somebody, at so many points for each that runs.
 // One thread at a time.
 
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <vector>
 
 #include "core/block_pool.h"
 #include "core/block_table.h"
 #include "core/fair_queue.h"
+#include "core/memory_forecast.h"
 #include "core/prefix_cache.h"
+#include "core/recompute_governor.h"
 #include "core/request.h"
 #include "core/sequence.h"
 #include "core/sequence_blocks.h"
@@ -90,6 +100,8 @@ struct SchedulerSettings {
   Nanoseconds prefill_time_max = 0;
   // Prompt tokens that a step takes even where they break the limit: prompts must not starve.
   std::int64_t prefill_least = 4;
+  // Whether admission looks ahead; false is for comparison.
+  bool forecast = true;
 };
 
 // Tokens that one sequence computes in a step.
@@ -127,8 +139,12 @@ class Scheduler {
   // Books that the step of the last schedule() took `elapsed` until `now`; how long steps take is
   // learnt from those that were computed to their end.
   void observe(Nanoseconds elapsed, Nanoseconds now, bool is_whole) noexcept;
-  // What all steps did; any thread may read it.
+  // Learns that the step computed so many tokens of a sequence, some of them again.
+  void count_work(std::int64_t computed, std::int64_t again) { governor_.count(computed, again); }
+
+  // What all steps did, and how careful that has made it; any thread may read them.
   const StepBooks& books() const noexcept { return books_; }
+  const RecomputeGovernor& governor() const noexcept { return governor_; }
 
   // The chunks of the last schedule(), in the order of its plan.
   const std::vector<Chunk>& chunks() const noexcept { return chunks_; }
@@ -146,6 +162,8 @@ class Scheduler {
   BlockCount blocks_for(std::int64_t tokens) const noexcept { return blocks_.blocks_for(tokens); }
 
  private:
+  struct Candidate;
+
   // Waiting sequences looked at in one step. More would only help when this many in a row do not
   // fit, and would make a step's cost depend on the length of the queue.
   static constexpr std::size_t kLookahead = 8;
@@ -160,6 +178,17 @@ class Scheduler {
   BlockCount promised_to(TenantId tenant) const noexcept;
   BlockCount promised_to_all() const noexcept;
   void find_waiters();
+  struct Forecast;
+  bool lasts_in_pool(const Candidate& next);
+  bool lasts_in_share(const Candidate& next);
+  bool lasts(Forecast& forecast, const Candidate& next, BlockCount room);
+  void choose(const Candidate& waiting);
+  void foresee(Forecast& forecast);
+  bool is_in(const Forecast& forecast, TenantId tenant) const noexcept;
+  MemoryMember member_of(const Sequence& sequence) const;
+  MemoryMember member_of_running(const Sequence& running) const;
+  MemoryMember member_of_waiting(const Candidate& waiting) const;
+  void learn_length(const Sequence& ended);
   bool may_run(TenantId tenant) const noexcept;
   void note_tenants(Nanoseconds now) noexcept;
   std::int64_t prefill_room(std::int64_t budget, Nanoseconds now) const;
@@ -253,6 +282,21 @@ class Scheduler {
   const TenantLine* last_line_ = nullptr;      // of the tenant that was looked at last
   Nanoseconds others_until_ = 0;               // as long as several tenants are expected
   std::vector<const TenantLine*> backlogged_;  // tenants of candidates
+
+  // What is expected of the pool, or of one tenant's sequences; made in a step when it is asked
+  // for.
+  struct Forecast {
+    explicit Forecast(std::int64_t slots_per_block) : memory(slots_per_block) {}
+
+    MemoryForecast memory;
+    std::optional<TenantId> tenant;
+    bool is_made = false;
+    double held = 0.0;          // by those that ran already
+    std::int64_t going_on = 0;  // sequences that are not paused
+  };
+  Forecast pool_forecast_;
+  Forecast share_forecast_;
+  RecomputeGovernor governor_;
 
   StepTimeModel step_time_;
   StepWork work_;  // of the last schedule()

@@ -32,6 +32,8 @@ void Scheduler::collect_prefill(StepPlan& plan) {
     }
   }
   at_limit_.clear();
+  pool_forecast_.is_made = false;
+  share_forecast_.is_made = false;
   std::int64_t rows = settings_.sequences_max - running();
   BlockCount promised;  // to those chosen so far, with one to grow into
   auto passes = static_cast<std::int64_t>(kLookahead);  // that those looked at still put up with
@@ -54,19 +56,21 @@ void Scheduler::collect_prefill(StepPlan& plan) {
       continue;
     }
     const Candidate next = candidate(*sequence);
-    if (cache_.shares().limits(sequence->tenant) &&
-        next.needed > cache_.shares().left_to(sequence->tenant) - promised_to(sequence->tenant)) {
+    const bool has_room =
+        !cache_.shares().limits(sequence->tenant) ||
+        next.needed <= cache_.shares().left_to(sequence->tenant) - promised_to(sequence->tenant);
+    if (!has_room || !lasts_in_share(next)) {
       // It waits for its own tenant's sequences: nobody else shall wait for that.
       at_limit_.push_back(sequence);
       ++skipped;
       continue;
     }
     passed_over_.push_back(sequence);
-    if (next.needed <= room_for(sequence->tenant) - promised) {
+    if (next.needed <= room_for(sequence->tenant) - promised && lasts_in_pool(next)) {
       promised += next.needed + kOne;
       --rows;
       --passes;
-      candidates_.push_back(next);
+      choose(next);
     }
     passes = std::min(passes, settings_.overtakes_max - sequence->overtaken);
   }
@@ -97,12 +101,13 @@ void Scheduler::collect_guaranteed(std::int64_t rows) {
     }
     const Candidate next = candidate(*sequence);
     const BlockCount left = guaranteed - cache_.live(tenant) - promised_to(tenant);
-    if (next.needed > std::min(left, cache_.available(tenant) - promised_to_all())) {
+    if (next.needed > std::min(left, cache_.available(tenant) - promised_to_all()) ||
+        !lasts_in_share(next)) {
       at_limit_.push_back(sequence);
       continue;
     }
     --rows;
-    candidates_.push_back(next);
+    choose(next);
   }
 }
 
@@ -332,11 +337,7 @@ bool Scheduler::may_fork(const Sequence& sample) const {
 BlockCount Scheduler::blocks_to_admit(const Sequence& sequence, std::int64_t shared_tokens) const {
   std::int64_t tokens = sequence.token_count();
   if (is_protected(sequence)) {
-    // The limit may be any number, so it is compared before it is added.
-    const std::int64_t last =
-        sequence.prompt_count +
-        std::min(sequence.output_tokens_max, sequence.tokens_max - sequence.prompt_count);
-    tokens = last - 1;  // the last token ends the sequence before it needs a slot
+    tokens = sequence.last_token() - 1;  // the last ends the sequence before it needs a slot
   }
   return blocks_for(tokens) - blocks_.full_blocks(shared_tokens);
 }

@@ -11,6 +11,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -109,6 +110,11 @@ struct Sequence {
   // Whether there is no room for another token.
   bool has_outgrown() const noexcept { return token_count() >= tokens_max; }
   std::int64_t output_count() const noexcept { return token_count() - prompt_count; }
+  // The most tokens that it can come to. Its limit may be any number, so it is compared before it
+  // is added.
+  std::int64_t last_token() const noexcept {
+    return prompt_count + std::min(output_tokens_max, tokens_max - prompt_count);
+  }
 
   // Books the time since the last change of activity to the current one, and changes it.
   enum class Activity : std::uint8_t { kQueued, kPrefill, kDecode };

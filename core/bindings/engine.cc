@@ -169,7 +169,8 @@ std::unique_ptr<BoundEngine> make_engine(std::int64_t blocks, std::int32_t slots
                                          std::int64_t step_time_max, std::int64_t step_stretch,
                                          std::int64_t prefill_time_max, bool reuses_prefixes,
                                          std::uint64_t seed, double cost_growth,
-                                         bool times_prefixes, bool times_books, std::int64_t now) {
+                                         bool times_prefixes, bool times_books, bool forecast,
+                                         std::int64_t now) {
   require(blocks >= 1 && blocks < (std::int64_t{1} << 31), "blocks must be from 1 to 2^31 - 1");
   require(slots_per_block >= 1, "slots_per_block must be at least 1");
   require(context_tokens >= 2, "context_tokens must be at least 2");
@@ -188,6 +189,7 @@ std::unique_ptr<BoundEngine> make_engine(std::int64_t blocks, std::int32_t slots
   settings.scheduler.step_time_max = step_time_max;
   settings.scheduler.step_stretch = step_stretch;
   settings.scheduler.prefill_time_max = prefill_time_max;
+  settings.scheduler.forecast = forecast;
   settings.blocks = BlockCount{blocks};
   settings.slots_per_block = slots_per_block;
   settings.context_tokens = context_tokens;
@@ -509,7 +511,14 @@ void bind_prefixes(py::class_<BoundEngine>& engine) {
       .def_property_readonly(
           "step_books",
           [](const BoundEngine& self) -> const auto& { return self.engine().step_books(); },
-          py::return_value_policy::reference_internal);
+          py::return_value_policy::reference_internal)
+      .def_property_readonly(
+          "governor",
+          [](const BoundEngine& self) {
+            const RecomputeGovernor& governor = self.engine().governor();
+            return py::make_tuple(governor.level(), governor.raised(), governor.lowered());
+          },
+          "How careful admission is, and how often that was raised and lowered.");
 }
 
 }  // namespace
@@ -538,7 +547,7 @@ void bind_engine(py::module_& module) {
            py::arg("step_time_max") = 0, py::arg("step_stretch") = 0,
            py::arg("prefill_time_max") = 0, py::arg("reuses_prefixes") = false, py::arg("seed") = 0,
            py::arg("cost_growth") = 0.0, py::arg("times_prefixes") = false,
-           py::arg("times_books") = false, py::arg("now"))
+           py::arg("times_books") = false, py::arg("forecast") = true, py::arg("now"))
       .def("plan", &plan_step, py::arg("now"), py::arg("arrivals") = py::none(),
            py::arg("end_ids").noconvert() = py::none(),
            py::arg("end_reasons").noconvert() = py::none(),

@@ -208,6 +208,11 @@ class Engine:
         return self._core.step_books
 
     @property
+    def governor(self) -> tuple[int, int, int]:
+        """How careful admission is; how often that was raised, and lowered. Any thread may look."""
+        return self._core.governor
+
+    @property
     def sequences_running(self) -> int:
         """Sequences that had a place after the last step."""
         report = self._last_report

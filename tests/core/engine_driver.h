@@ -23,6 +23,7 @@ inline EngineSettings small_engine(std::int64_t blocks) {
   settings.scheduler.token_budget = 8;
   settings.scheduler.sequences_max = 4;
   settings.end_of_text = {2};
+  settings.scheduler.forecast = false;  // who means to preempt must get into the pool
   return settings;
 }
 

@@ -10,6 +10,7 @@ each prompt is printed (pytest -rP shows it).
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from golden import (
     one_by_one,
 )
 
+from kvledger import _core
 from kvledger.engine import EndReason
 from kvledger.models.catalogue import CATALOGUE
 
@@ -105,8 +107,10 @@ def test_chunks_do_not_matter(budget: int, weights: str, tokens: int) -> None:
 
 
 @unrounded
-def test_preemption_does_not_matter(weights: str) -> None:
+def test_preemption_does_not_matter(weights: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sequence that lost its blocks and was computed again must go on as before."""
+    # Who looks ahead lets nobody in who would have to go again.
+    monkeypatch.setattr("kvledger.engine.CoreEngine", partial(_core.Engine, forecast=False))
     with Harness("--weights", weights, "--kv-format", "f32", "--kv-blocks", "150") as harness:
         longest_first(harness)
     check_identical(harness)

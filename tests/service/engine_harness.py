@@ -6,9 +6,11 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
+import pytest
 from scripted_model import END_OF_TEXT, PATIENCE, ScriptedModel
 
 from kvledger import _core
@@ -30,6 +32,11 @@ def make_core(**changes: Any) -> _core.Engine:
         "now": time.monotonic_ns(),
     }
     return _core.Engine(**{**settings, **changes})
+
+
+def without_forecast(patch: pytest.MonkeyPatch) -> None:
+    """Lets servers admit whatever fits now: for tests that mean to fill the pool, or to preempt."""
+    patch.setattr("kvledger.engine.CoreEngine", partial(_core.Engine, forecast=False))
 
 
 class RecordingCore:
@@ -100,6 +107,10 @@ class RecordingCore:
     @property
     def step_books(self) -> _core.StepBooks:
         return self.core.step_books
+
+    @property
+    def governor(self) -> tuple[int, int, int]:
+        return self.core.governor
 
     def set_shares(self, *arguments: Any) -> None:
         self.core.set_shares(*arguments)

@@ -83,7 +83,13 @@ def test_tokens_are_the_same_alone_in_company_and_after_preemption() -> None:
     found = []
     preemptions = 0
     for blocks in (256, 24):
-        harness = Harness(blocks=blocks, slots_per_block=8, context_tokens=160, sequences_max=8)
+        harness = Harness(
+            blocks=blocks,
+            slots_per_block=8,
+            context_tokens=160,
+            sequences_max=8,
+            forecast=False,
+        )
         harness.model.after_step = flatten
         for sequence in range(10):
             constraint = ready(regex("([a-z]{3}-){20}!"))

@@ -410,7 +410,9 @@ def test_a_seed_gives_the_same_tokens_whoever_runs_beside_it(harness: Harness) -
 
 def test_many_more_requests_than_room_all_end(harness: Harness) -> None:
     """Under pressure everybody would preempt everybody, and nothing come out (B32)."""
-    small = Harness(blocks=10, slots_per_block=4, context_tokens=64, sequences_max=8)
+    small = Harness(
+        blocks=10, slots_per_block=4, context_tokens=64, sequences_max=8, forecast=False
+    )
     for sequence in range(12):
         small.submit(sequence, "a" * 9, max_tokens=20, ignore_eos=True)
     small.engine.start()

@@ -84,7 +84,9 @@ def test_penalties_and_seeds_survive_preemption() -> None:
     """Whoever is preempted would repeat itself, or get other tokens than without."""
     found = []
     for blocks in (64, 10):
-        harness = Harness(blocks=blocks, slots_per_block=4, context_tokens=64, sequences_max=8)
+        harness = Harness(
+            blocks=blocks, slots_per_block=4, context_tokens=64, sequences_max=8, forecast=False
+        )
         harness.model.after_step = flatten
         for sequence in range(12):
             harness.submit(

@@ -159,6 +159,7 @@ class Replay:
             sequences_max=chance.randint(3, 5),
             token_budget=chance.randint(6, 20),
             context_tokens=80,
+            forecast=seed % 2 == 0,  # who looks ahead hardly ever preempts
         )
         if sealed:
             self.core.engine.set_shares([(B, 18, 18, 18, True)], 0)

@@ -202,7 +202,7 @@ def _require_whole(folder: Path, prices: Path) -> None:
 async def test_costs_add_up_to_what_the_machine_costs(folder: Path, prices: Path) -> None:
     """Tenants together would pay more or less than the machine took."""
     options = ("--books", str(folder), "--prices", str(prices))
-    harness = ServerHarness(*options, blocks=12, sequences_max=6)
+    harness = ServerHarness(*options, blocks=12, sequences_max=6, forecast=False)
     harness.model = replace(harness.model, blocks=12)
     async with running(harness) as server:
 

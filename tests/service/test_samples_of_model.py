@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from engine_harness import without_forecast
 from stepping import logits_after, served
 from tiny_model import write_gguf
 
@@ -125,8 +126,9 @@ def test_log_probabilities_of_a_prompt_are_those_of_its_beginnings(path: Path, b
         assert [token for token, _ in each.top] == [token for token, _ in found.top]
 
 
-def test_a_preempted_prompt_is_told_once(path: Path) -> None:
+def test_a_preempted_prompt_is_told_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A caller would get tokens of its prompt twice."""
+    without_forecast(monkeypatch)
     run = Run(path, "--max-sequences", "8", "--kv-blocks", "9").run(
         *(job(10 * i, i, prompt_logprobs=0, max_tokens=60) for i in range(1, 5))
     )

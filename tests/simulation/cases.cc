@@ -23,6 +23,7 @@ Case draw_mixed(Random& random) {
   scheduler.step_stretch = random.chance(300) ? random.between(1, 5000) : 0;
   scheduler.prefill_time_max = random.chance(500) ? random.between(1, 100'000'000) : 0;
   scheduler.prefill_least = random.between(1, 20);
+  scheduler.forecast = random.chance(600);
   drawn.text.seed = random.next();
   drawn.text.vocabulary = static_cast<Token>(random.between(3, 300));
   drawn.started_at = random.between(-1'000'000'000'000, 1'000'000'000'000);
@@ -54,6 +55,7 @@ void lean_towards_thrash(Random& random, Case& drawn) {
   drawn.engine.context_tokens = 2 * slots;
   drawn.engine.scheduler.sequences_max = random.between(4, 12);
   drawn.engine.scheduler.token_budget = drawn.engine.scheduler.sequences_max + slots;
+  drawn.engine.scheduler.forecast = random.chance(400);
   drawn.prompt_max = std::max<std::int64_t>(1, slots / 4);
   drawn.output_max = slots;
   drawn.live_max = 12;

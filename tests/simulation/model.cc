@@ -97,6 +97,9 @@ void Model::commit(const std::vector<std::vector<Token>>& given, const StepRepor
       continue;
     }
     Modelled& sequence = found->second;
+    const std::int64_t again =
+        std::min(sequence.computed + sequence.planned, sequence.computed_peak) - sequence.computed;
+    governor_.count(sequence.planned, std::max<std::int64_t>(0, again));
     for (; sequence.planned > 0; --sequence.planned, ++sequence.computed) {
       ++sequence.receipt.computed_tokens;
       sequence.receipt.recomputed_tokens += sequence.computed < sequence.computed_peak ? 1 : 0;
@@ -372,6 +375,7 @@ void Model::finish_one(std::uint64_t id, EndReason reason, const StepReport& rep
   const Modelled sequence = live_.at(id);
   const std::uint64_t whose = sequence.arrival.id.value();
   ModelledRequest& request = requests_.at(whose);
+  learn_length(sequence, reason);
   const std::int64_t before = held_by(whose);
   live_.erase(id);
   releasing_ += request.in_step ? before - held_by(whose) : 0;

@@ -21,6 +21,9 @@
 #include <vector>
 
 #include "core/engine.h"
+#include "core/memory_forecast.h"
+#include "core/output_lengths.h"
+#include "core/recompute_governor.h"
 #include "tests/simulation/fake_runner.h"
 
 namespace kvledger::simulation {
@@ -89,6 +92,7 @@ struct ModelCounts {
   std::int64_t copies = 0;           // of blocks
   std::int64_t ends[6] = {};         // by EndReason
   std::int64_t passes_max = 0;
+  std::int64_t held_for_memory = 0;  // waited because memory would not have lasted
   std::int64_t wait_steps_max = 0;
 };
 
@@ -171,8 +175,20 @@ class Model {
   std::vector<Modelled*> queue();
   bool has_several_tenants(std::span<Modelled* const> queue) const;
   void check_order(const StepPlanView& plan, const StepReport& report);
-  void check_all_who_fit(std::span<Modelled* const> queue, std::int64_t room,
-                         std::int64_t rows) const;
+  void check_all_who_fit(std::span<Modelled* const> queue, std::int64_t room, std::int64_t rows);
+
+  // model_forecast.cc: whether memory is expected to last; by the same arithmetic, which has tests
+  // of its own, of what the model knows of each sequence.
+  MemoryMember member_of(const Modelled& sequence);
+  MemoryMember member_of_running(const Modelled& running);
+  // Of those that ran when admissions were looked at.
+  struct Foreseen {
+    double held = 0.0;
+    std::int64_t running = 0;
+    std::int64_t going_on = 0;
+  };
+  Foreseen foresee(MemoryForecast& forecast);
+  void learn_length(const Modelled& ended, EndReason reason);
   bool has_backlog(TenantId tenant) const;
   void check_prefill_room(const StepPlanView& plan) const;
   void check_prefill_shares(std::int64_t budget) const;
@@ -215,6 +231,9 @@ class Model {
   std::int64_t since_decode_ = kDecodeNews;
   std::int64_t step_decodes_ = 0;  // tokens of the uncommitted step
   std::int64_t step_prefills_ = 0;
+  OutputLengths everybody_;
+  std::map<std::uint32_t, OutputLengths> lengths_;  // by tenant
+  RecomputeGovernor governor_;
   std::map<std::uint32_t, BlockNanoseconds> closed_time_;  // by tenant
   ModelCounts counts_;
   // How much of the report was explained.

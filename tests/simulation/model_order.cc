@@ -135,13 +135,24 @@ void Model::check_order(const StepPlanView& plan, const StepReport& report) {
 
 // With budget to spare, exactly those of the first in the queue run who fit and may pass the rest.
 void Model::check_all_who_fit(std::span<Modelled* const> queue, std::int64_t room,
-                              std::int64_t rows) const {
+                              std::int64_t rows) {
+  MemoryForecast forecast(settings_.slots_per_block);
+  const Foreseen others = foresee(forecast);
+  std::int64_t going_on = others.going_on;
+  // What those that run hold is theirs to give back; `room` is without the block that each has
+  // left.
+  const double memory = others.held + static_cast<double>(room + others.running);
   std::int64_t looked_at = 0;
   std::int64_t passes = kLookahead;
   for (const Modelled* sequence : queue) {
     const bool is_looked_at = rows > 0 && passes > 0 && looked_at < kLookahead;
     const std::int64_t blocks = blocks_to_admit(*sequence, shareable(*sequence));
-    const bool fits = is_looked_at && blocks <= room;
+    MemoryMember member = member_of(*sequence);
+    member.held = static_cast<double>(blocks);
+    const bool lasts = !settings_.scheduler.forecast || going_on == 0 ||
+                       forecast.peak_with(member, governor_.deviations()) <= memory;
+    const bool fits = is_looked_at && blocks <= room && lasts;
+    counts_.held_for_memory += is_looked_at && blocks <= room && !lasts ? 1 : 0;
     expect(fits || !sequence->running(), "a sequence was let in that had to wait");
     expect(!fits || sequence->running(), "a sequence has to wait although it fits");
     if (!is_looked_at) {
@@ -151,6 +162,8 @@ void Model::check_all_who_fit(std::span<Modelled* const> queue, std::int64_t roo
     ++looked_at;
     if (fits) {
       room -= blocks + 1;
+      forecast.add(member);
+      ++going_on;
       --rows;
       --passes;
     }

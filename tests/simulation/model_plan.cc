@@ -160,6 +160,7 @@ void Model::admit(const StepReport& report) {
       sequence.promised = blocks_to_admit(sequence, admission.shared_tokens);
       counts_.late_forks += admission.shared_tokens > 0 ? 1 : 0;
     }
+    sequence.passed = sequence.forked ? 0 : sequence.passed;  // it stands in no queue any more
     sequence.taken_at_once = sequence.promised;
     sequence.begins_with = blocks_for(admission.shared_tokens);
     sequence.computed = admission.shared_tokens;

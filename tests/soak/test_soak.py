@@ -9,13 +9,15 @@ import mixed_load
 import pytest
 from drawn_requests import Manner, draw, templates
 from drift import Look, drift, grown
+from engine_harness import without_forecast
 from mixed_load import Load, loaded
 
 from kvledger.streams import Streams
 
 
-async def test_mixed_requests_end_as_they_should() -> None:
+async def test_mixed_requests_end_as_they_should(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under load a request would get another's tokens, two receipts or none, or hang."""
+    without_forecast(monkeypatch)
     verdict = await loaded(requests=300, seed=1, workers=24, asked=40)
     assert verdict.wrong == []
     assert verdict.requests == 300

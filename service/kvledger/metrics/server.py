@@ -10,6 +10,7 @@ from kvledger.engine import Engine
 from kvledger.machine.peaks import MachinePeaks
 from kvledger.metrics import Metrics
 from kvledger.metrics.clock import BooksClock
+from kvledger.metrics.governor import GovernorMetrics
 from kvledger.metrics.load import ComputedShare, LoadMetrics, LoadSources
 from kvledger.metrics.requests import RequestMetrics
 from kvledger.metrics.steps import PrefillSpeed, StepMetrics
@@ -92,7 +93,8 @@ class WorkMetrics:
             self._peaks,
             self._clock,
         )
-        for collector in (steps, self._tenants, load):
+        governor = GovernorMetrics(lambda: engine.governor, self._clock)
+        for collector in (steps, self._tenants, load, governor):
             self._metrics.registry.register(collector)
         if settings.metrics_aliases == "vllm":
             sources = AliasSources(

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import grpc
 import pytest
 import pytest_asyncio
+from engine_harness import without_forecast
 from google.protobuf import duration_pb2
 from reuse_harness import BLOCK, TenantsServer, operated_tenants, prompt
 from scripted_model import PATIENCE, Gate
@@ -77,6 +78,14 @@ async def clinic(tmp_path: Path) -> AsyncIterator[Clinic]:
         yield Clinic(their, channel)
 
 
+@pytest_asyncio.fixture
+async def crowded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Clinic]:
+    """Of a server that lets in more than it can keep."""
+    without_forecast(monkeypatch)
+    async with operated_tenants(tmp_path) as (their, channel):
+        yield Clinic(their, channel)
+
+
 async def test_it_counts_what_happened(clinic: Clinic) -> None:
     """An operator would be told of another server's traffic."""
     their = clinic.their
@@ -118,9 +127,9 @@ async def test_no_less_could_be_reused_than_was(clinic: Clinic) -> None:
     assert traffic.reusable >= traffic.reused
 
 
-async def test_a_pool_that_is_too_small_is_found_in_a_real_server(clinic: Clinic) -> None:
+async def test_a_pool_that_is_too_small_is_found_in_a_real_server(crowded: Clinic) -> None:
     """The diagnosis would only know made-up figures."""
-    their = clinic.their
+    their = crowded.their
     for _ in range(3):
         asked = [
             their.ask(who, prompt(f"{who}{number}", 40), max_tokens=60)
@@ -128,7 +137,7 @@ async def test_a_pool_that_is_too_small_is_found_in_a_real_server(clinic: Clinic
             for who in ("acme", "globex")
         ]
         await their.server.at_once(*asked)
-    now = (await clinic.diagnosis()).now
+    now = (await crowded.diagnosis()).now
     assert "pool" in [finding.name for finding in now.findings]
     pool = next(finding for finding in now.findings if finding.name == "pool")
     assert "--kv-bytes" in pool.remedy

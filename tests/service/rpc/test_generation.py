@@ -313,7 +313,7 @@ async def test_twenty_callers_with_one_name_get_their_own_answers(server: Server
 
 async def test_more_requests_than_room_all_end() -> None:
     """Under pressure everybody would preempt everybody, and nothing come out (B32)."""
-    async with serving(blocks=10, slots_per_block=4, context_tokens=64) as server:
+    async with serving(blocks=10, slots_per_block=4, context_tokens=64, forecast=False) as server:
         answers = await server.at_once(
             *(server.answer(text="a" * 9, max_tokens=20, ignore_eos=True) for _ in range(12))
         )
@@ -328,7 +328,7 @@ async def test_more_requests_than_room_all_end() -> None:
 
 async def test_all_cross_the_edge_of_a_block_in_one_step() -> None:
     """Enough free tokens in half-filled blocks would be taken for enough free blocks (B40)."""
-    async with serving(blocks=36, slots_per_block=8, sequences_max=32) as server:
+    async with serving(blocks=36, slots_per_block=8, sequences_max=32, forecast=False) as server:
         gate = server.gate()
         fields: dict[str, Any] = {"text": "a", "max_tokens": 24, "ignore_eos": True}
         tasks = [asyncio.create_task(server.answer(**fields)) for _ in range(32)]

@@ -130,22 +130,25 @@ async def test_who_stays_keeps_the_blocks(server: ServerHarness) -> None:
         assert server.core.balances["held"] >= 3
 
 
-async def test_who_leaves_while_waiting_is_never_computed(server: ServerHarness) -> None:
+async def test_who_leaves_while_waiting_is_never_computed() -> None:
     """A full server would work for people who have given up."""
-    gate = server.gate()
-    running = [asyncio.create_task(server.answer(**LONG)) for _ in range(8)]
-    await server.until(lambda: len(server.server._admission.open_requests) == 8)
-    gate.let(8)
-    await server.until(lambda: gate.arrived == 9)
-    waiting = server.generation.Generate(request("k", max_tokens=9))
-    await server.until(lambda: len(server.server._admission.open_requests) == 9)
-    waiting.cancel()
-    await server.until(lambda: server.ends)
-    gate.open()
-    await asyncio.gather(*running)
-    (line,) = [line for line in server.log.of("request_finished") if line["reason"] == "cancelled"]
-    assert (line["output_tokens"], line["held_block_seconds"]) == (0, 0.0)
-    await server.require_all_free()
+    async with serving(forecast=False) as server:  # eight places, all taken
+        gate = server.gate()
+        running = [asyncio.create_task(server.answer(**LONG)) for _ in range(8)]
+        await server.until(lambda: len(server.server._admission.open_requests) == 8)
+        gate.let(8)
+        await server.until(lambda: gate.arrived == 9)
+        waiting = server.generation.Generate(request("k", max_tokens=9))
+        await server.until(lambda: len(server.server._admission.open_requests) == 9)
+        waiting.cancel()
+        await server.until(lambda: server.ends)
+        gate.open()
+        await asyncio.gather(*running)
+        (line,) = [
+            line for line in server.log.of("request_finished") if line["reason"] == "cancelled"
+        ]
+        assert (line["output_tokens"], line["held_block_seconds"]) == (0, 0.0)
+        await server.require_all_free()
 
 
 async def test_a_hundred_cut_lines_under_eight_streams() -> None:

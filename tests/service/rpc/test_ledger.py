@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 import pytest
 import pytest_asyncio
+from engine_harness import without_forecast
 from google.protobuf import duration_pb2
 from http2_client import Http2Client
 from reuse_harness import BLOCK, TenantsServer, operated_tenants, prompt, shared
@@ -95,7 +96,8 @@ def stub_of(channel: grpc.aio.Channel) -> Any:
 
 
 @pytest_asyncio.fixture
-async def books(tmp_path: Path) -> AsyncIterator[Books]:
+async def books(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Books]:
+    without_forecast(monkeypatch)
     async with operated_tenants(tmp_path) as (their, channel):
         yield Books(their, channel)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_harness import without_forecast
 from reuse_harness import BLOCK, NONE, TenantsServer, found, prompt, reusing, reusing_tenants
 from scripted_model import Gate
 from server_harness import Answer, refusal_of, until
@@ -78,8 +79,11 @@ async def test_a_tenant_at_its_limit_ends_at_exactly_that_many_tokens(
         await their.server.require_nothing_held()
 
 
-async def test_what_is_guaranteed_is_there_whatever_others_hold(tmp_path: Path) -> None:
+async def test_what_is_guaranteed_is_there_whatever_others_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A tenant would wait for, or be preempted by, those who may not have its share."""
+    without_forecast(monkeypatch)
     async with reusing_tenants(tmp_path) as their:
         await limited(their, acme={"kv_guaranteed": 0.25})
         gate = their.server.gate()
@@ -104,8 +108,9 @@ async def test_what_is_guaranteed_is_there_whatever_others_hold(tmp_path: Path) 
         await their.server.require_nothing_held()
 
 
-async def test_a_lower_limit_drains(tmp_path: Path) -> None:
+async def test_a_lower_limit_drains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests that can never fit any more would wait for ever, or what runs be broken off."""
+    without_forecast(monkeypatch)
     async with reusing_tenants(tmp_path) as their:
         gate = their.server.gate()
         running = start(their, "acme", prompt("r", 40), max_tokens=100)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from engine_harness import without_forecast
 from reuse_harness import BLOCK, NONE, ReuseServer, found, prompt, reusing
 from server_harness import Answer
 
@@ -21,7 +22,8 @@ LENGTHS = sorted(
 
 
 @pytest_asyncio.fixture
-async def server() -> AsyncIterator[ReuseServer]:
+async def server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ReuseServer]:
+    without_forecast(monkeypatch)
     async with reusing() as server:
         yield server
 

@@ -1,0 +1,42 @@
+"""What operators see of how careful admission is."""
+
+from __future__ import annotations
+
+from engine_harness import Harness
+from prometheus_client import CollectorRegistry
+
+from kvledger.metrics.clock import BooksClock
+from kvledger.metrics.governor import GovernorMetrics
+
+
+def test_level_and_moves_are_shown_as_they_are() -> None:
+    """A dashboard would show a server that recomputes as one where all is well."""
+    now = (0, 0, 0)
+    registry = CollectorRegistry()
+    registry.register(GovernorMetrics(lambda: now, BooksClock()))
+    assert registry.get_sample_value("kvledger_governor_level") == 0
+    now = (2, 3, 1)
+    assert registry.get_sample_value("kvledger_governor_level") == 2
+    moves = {
+        direction: registry.get_sample_value(
+            "kvledger_governor_moves_total", {"direction": direction}
+        )
+        for direction in ("raised", "lowered")
+    }
+    assert moves == {"raised": 3, "lowered": 1}
+
+
+def test_an_engine_that_computes_again_says_so() -> None:
+    """The figures would be made up: the core's governor would never be asked."""
+    harness = Harness(
+        blocks=10, slots_per_block=4, context_tokens=64, sequences_max=8, forecast=False
+    )
+    assert harness.engine.governor == (0, 0, 0)
+    for sequence in range(12):
+        harness.submit(sequence, "abcabcabc", max_tokens=20, ignore_eos=True)
+    harness.engine.start()
+    again = sum(int(harness.receipt(sequence)["recomputed_tokens"]) for sequence in range(12))
+    harness.close()
+    assert again > 0
+    level, raised, lowered = harness.engine.governor
+    assert (level, raised, lowered) == (1, 1, 0)
