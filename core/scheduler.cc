@@ -258,6 +258,11 @@ void Scheduler::observe(Nanoseconds elapsed, Nanoseconds now, bool is_whole) noe
     books_.observe(work_, static_cast<std::int64_t>(decode_chunks_), prompts, elapsed, decode,
                    expected);
   }
+  for (std::size_t what = 0; what < waited_.size(); ++what) {
+    if (waited_[what]) {
+      books_.waited(static_cast<StepBooks::Waited>(what), elapsed);
+    }
+  }
   if (work_.prefill_tokens > 0) {
     book_delays(elapsed - StepBooks::decode_part(work_, elapsed, decode), now);
   }

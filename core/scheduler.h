@@ -59,6 +59,7 @@
 
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <optional>
 #include <span>
@@ -301,6 +302,7 @@ class Scheduler {
   StepTimeModel step_time_;
   StepWork work_;  // of the last schedule()
   StepBooks books_;
+  std::array<bool, StepBooks::kWaits> waited_{};  // for what somebody waits in this step
 };
 
 }  // namespace kvledger

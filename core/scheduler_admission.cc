@@ -22,6 +22,7 @@ constexpr BlockCount kOne{1};
 void Scheduler::collect_prefill(StepPlan& plan) {
   candidates_.clear();
   passed_over_.clear();
+  waited_.fill(false);
   for (Sequence* sequence : running_) {
     if (sequence->activity == Sequence::Activity::kPrefill && !sequence->paused) {
       const std::int64_t of_scopes = sequence->reused_shared;
@@ -42,6 +43,7 @@ void Scheduler::collect_prefill(StepPlan& plan) {
   while (Sequence* sequence = cursor.next()) {
     if (rows == 0 && may_run(sequence->tenant)) {
       backlogged_.push_back(sequence->line);  // whoever has the next row
+      waited_[StepBooks::kForPlace] = true;
     }
     if (rows <= 0 || passes <= 0 || passed_over_.size() == kLookahead || skipped == kSkipMax ||
         at_limit_.size() == kAtLimitMax) {
@@ -52,6 +54,7 @@ void Scheduler::collect_prefill(StepPlan& plan) {
       continue;
     }
     if (is_at_limit(sequence->tenant)) {
+      waited_[StepBooks::kForShare] = true;
       cursor.skip_tenant();
       continue;
     }
@@ -61,6 +64,7 @@ void Scheduler::collect_prefill(StepPlan& plan) {
         next.needed <= cache_.shares().left_to(sequence->tenant) - promised_to(sequence->tenant);
     if (!has_room || !lasts_in_share(next)) {
       // It waits for its own tenant's sequences: nobody else shall wait for that.
+      waited_[StepBooks::kForShare] = true;
       at_limit_.push_back(sequence);
       ++skipped;
       continue;
@@ -71,6 +75,8 @@ void Scheduler::collect_prefill(StepPlan& plan) {
       --rows;
       --passes;
       choose(next);
+    } else {
+      waited_[StepBooks::kForMemory] = true;
     }
     passes = std::min(passes, settings_.overtakes_max - sequence->overtaken);
   }
@@ -217,6 +223,8 @@ void Scheduler::find_waiters() {
 void Scheduler::admit_chosen(Nanoseconds now, StepPlan& plan, StepReport& report) {
   for (const Candidate& candidate : candidates_) {
     if (candidate.tokens == 0) {
+      const bool waits = candidate.sequence->state == Sequence::State::kWaiting;
+      waited_[StepBooks::kForTurn] = waited_[StepBooks::kForTurn] || waits;
       continue;
     }
     const bool ran = candidate.sequence->state == Sequence::State::kRunning;

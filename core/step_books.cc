@@ -125,6 +125,10 @@ void StepBooks::observe(const StepWork& work, std::int64_t decoding, std::int64_
   }
 }
 
+void StepBooks::waited(Waited what, Nanoseconds elapsed) noexcept {
+  add(waited_[what], elapsed);
+}
+
 void StepBooks::preempted(Preempted why) noexcept {
   add(preemptions_[why], 1);
 }

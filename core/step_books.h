@@ -12,6 +12,7 @@
 //              what a step with prompts took says nothing of its batch
 //   forecast   what steps were expected to take, what they took, and how far off it was
 //   fits       sums from which the time of a phase's steps is fitted over any interval
+//   waited     time of steps in which somebody waited, by what for
 //   preempted  sequences that lost their blocks, by the reason
 //
 // One thread observes; any thread may read meanwhile, and finds each count as it was at some recent
@@ -37,6 +38,9 @@ class StepBooks {
   // Another needed a block and came before; nobody came behind it when it needed one; it was paused
   // when another needed one.
   enum Preempted : std::size_t { kForAnother, kForItself, kPaused, kReasons };
+  // What a waiting sequence would need: one of the places for running ones, blocks (now, or in time
+  // for what is expected to grow), room in its own tenant's share, a turn for its prompt.
+  enum Waited : std::size_t { kForPlace, kForMemory, kForShare, kForTurn, kWaits };
   enum Mixture : std::size_t { kDecodeOnly, kPrefillOnly, kBoth, kMixtures };
 
   // A duration falls into the first bucket whose bound is not less: bounds grow by a quarter of an
@@ -71,10 +75,10 @@ class StepBooks {
   };
 
   // The normal equations of  nanoseconds = a + b * tokens + c * keys,  of a phase's steps: of
-  // decoding those without prompts, of prompts what their steps took beyond their decoding. A step's
-  // features and time are divided by its size, so that an error counts for its share; one that took
-  // three times as long as expected counts as three times as long, as in step_time.h. They only
-  // grow: what lies between two looks is an interval's.
+  // decoding those without prompts, of prompts what their steps took beyond their decoding. A
+  // step's features and time are divided by its size, so that an error counts for its share; one
+  // that took three times as long as expected counts as three times as long, as in step_time.h.
+  // They only grow: what lies between two looks is an interval's.
   struct FitSums {
     using Sum = std::atomic<double>;
     std::array<Sum, 6> products{};  // 1 x 1, 1 x tokens, 1 x keys, tokens^2, tokens x keys, keys^2
@@ -86,6 +90,8 @@ class StepBooks {
   void observe(const StepWork& work, std::int64_t decoding, std::int64_t prompts,
                Nanoseconds elapsed, Nanoseconds decode, Nanoseconds expected) noexcept;
   void preempted(Preempted why) noexcept;
+  // Somebody waited for this in a step that took `elapsed`.
+  void waited(Waited what, Nanoseconds elapsed) noexcept;
 
   const PhaseCounts& phase(Phase phase) const noexcept { return phases_[phase]; }
   const StepCounts& mixture(Mixture mixture) const noexcept { return mixtures_[mixture]; }
@@ -93,6 +99,7 @@ class StepBooks {
   const ForecastCounts& forecast() const noexcept { return forecast_; }
   const FitSums& fit(Phase phase) const noexcept { return fits_[phase]; }
   std::int64_t preemptions(Preempted why) const noexcept { return preemptions_[why]; }
+  std::int64_t waited(Waited what) const noexcept { return waited_[what]; }
 
   // The part of a step's time that is its decoding's.
   static Nanoseconds decode_part(const StepWork& work, Nanoseconds elapsed,
@@ -105,6 +112,7 @@ class StepBooks {
   ForecastCounts forecast_;
   std::array<FitSums, kPhases> fits_;
   std::array<Counter, kReasons> preemptions_{};
+  std::array<Counter, kWaits> waited_{};
 };
 
 }  // namespace kvledger

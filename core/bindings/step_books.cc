@@ -123,6 +123,14 @@ void bind_step_books(py::module_& module) {
                             books.preemptions(StepBooks::kPaused)});
           },
           "int64 [for another, for itself, paused]")
+      .def_property_readonly(
+          "waited",
+          [](const StepBooks& books) {
+            return list_of({books.waited(StepBooks::kForPlace), books.waited(StepBooks::kForMemory),
+                            books.waited(StepBooks::kForShare), books.waited(StepBooks::kForTurn)});
+          },
+          "int64 [for a place, for memory, for its tenant's share, for its turn]: nanoseconds of "
+          "steps in which somebody waited for it")
       .def_property_readonly_static(
           "bounds", [](const py::object&) { return bucket_bounds(); },
           "int64: nanoseconds up to which durations fall into each bucket but the last.");

@@ -199,3 +199,33 @@ TEST_CASE("samples of a request have not waited for its own prompt") {
   driver.run_out(100, 1'000'000);
   CHECK(driver.receipt(1).prefill_delayed + driver.receipt(1).decode_delayed == 0);
 }
+
+TEST_CASE("what somebody waits for is booked with the time of the step") {
+  // If this fails, memory is bought where places are short, or the other way round.
+  const auto waited = [](EngineSettings settings, std::int64_t requests, std::int64_t prompt) {
+    EngineDriver driver(settings);
+    for (std::int64_t id = 1; id <= requests; ++id) {
+      driver.accept(static_cast<std::uint64_t>(id), prompt, 4);
+    }
+    driver.run_out(400, 1'000);
+    std::array<std::int64_t, StepBooks::kWaits> times{};
+    for (std::size_t what = 0; what < times.size(); ++what) {
+      times[what] = driver.engine.step_books().waited(static_cast<StepBooks::Waited>(what));
+      CHECK(times[what] <= driver.now);
+    }
+    return times;
+  };
+  const auto alone = waited(small_engine(40), 1, 4);
+  CHECK(alone == std::array<std::int64_t, StepBooks::kWaits>{});
+  const auto memory = waited(small_engine(6), 3, 12);
+  CHECK(memory[StepBooks::kForMemory] > 0);
+  CHECK(memory[StepBooks::kForPlace] == 0);
+  EngineSettings one = small_engine(40);
+  one.scheduler.sequences_max = 1;
+  const auto place = waited(one, 3, 2);
+  CHECK(place[StepBooks::kForPlace] > 0);
+  CHECK(place[StepBooks::kForMemory] == 0);
+  const auto turn = waited(small_engine(40), 3, 12);
+  CHECK(turn[StepBooks::kForTurn] > 0);
+  CHECK(turn[StepBooks::kForMemory] == 0);
+}

@@ -98,6 +98,7 @@ class Steps:
             forecast=np.zeros(4, np.int64),
             fits=np.zeros((2, 9)),
             preemptions=np.zeros(3, np.int64),
+            waited=np.zeros(4, np.int64),
             engine=EngineCounts(self.time, self.time // 2, self.time // 10),
             pool=PoolCounts(0, 0, 0, 0, 0),
             processors=ProcessorTimes(0, 0, 0),

@@ -24,6 +24,7 @@ from kvledger.diagnosis.traffic import (
 from kvledger.engine import EndReason
 from kvledger.machine.peaks import MachinePeaks
 from kvledger.machine.utilization import ProcessorTimes
+from kvledger.metrics.steps import WAITS
 from kvledger.planning.floors import StepCosts
 from kvledger.streams import receipt_of_waiting
 
@@ -68,6 +69,7 @@ class Interval:
         self.fits = np.zeros((2, 9), np.float64)
         self.traffic = TrafficCounts()
         self.preemptions = np.zeros(3, np.int64)
+        self.waited = dict.fromkeys(WAITS, 0.0)  # shares of the steps' time
         self.sampling = 0.0
         self.live = 0.3
         self.setup = SETUP
@@ -172,6 +174,7 @@ class Interval:
             forecast=np.zeros(4, np.int64),
             fits=self.fits,
             preemptions=self.preemptions,
+            waited=np.array([round(steps * self.waited[name]) for name in WAITS], np.int64),
             engine=EngineCounts(steps, steps, round(self.sampling * steps)),
             pool=PoolCounts(round(pool * (1 - self.live)), 0, round(pool * self.live), 0, 0),
             processors=ProcessorTimes(54 * SECOND, 90 * SECOND, 120 * SECOND),
@@ -215,6 +218,7 @@ def test_a_pool_that_is_too_small_is_named(how: str) -> None:
         interval.preemptions[0] = 40
     else:
         interval.waits(60.0)
+        interval.waited["memory"] = 0.9
     assert interval.named[0] == "pool"
 
 
@@ -223,9 +227,10 @@ def test_a_pool_that_holds_one_request_and_a_half_is_named() -> None:
     interval = Interval().prompts(600, 64, 200, 0.07).decodes(1000, 1, 300, 0.012)
     interval.asks(100, 384, 10).is_open(60.0).is_open(180.0, waiting=180.0)
     interval.live, interval.setup = 0.6, replace(SETUP, blocks=20)
+    interval.waited["memory"] = 0.8
     assert interval.named[0] == "pool"
-    interval.setup = SETUP
-    assert "pool" not in interval.named, "there is room for thirty more"
+    interval.waited = dict.fromkeys(WAITS, 0.0) | {"turn": 0.8}
+    assert "pool" not in interval.named, "they wait for their turn"
 
 
 def test_readers_that_do_not_read_are_named() -> None:
@@ -238,6 +243,7 @@ def test_readers_that_hold_all_places_come_before_what_is_short_then() -> None:
     """The batch would be raised for readers that stand still in a larger one as well."""
     interval = Interval().decodes(1000, 1, 200, 0.011).is_open(620.0, waiting=390.0, stalled=200.0)
     interval.setup = replace(SETUP, sequences_max=4)
+    interval.waited["place"] = 0.95
     interval.traffic.refused["queue_full"] = 500
     interval.traffic.requests = 100
     assert interval.named == ["slow_reader", "batch", "queue_limit"]
@@ -266,13 +272,12 @@ def test_a_pool_is_short_for_those_that_wait_not_for_those_that_came() -> None:
     """Short prompts of others would hide that nothing is left for long ones."""
     interval = healthy().asks(2000, 40, 20, "small").is_open(600.0, waiting=600.0)
     interval.live, interval.setup = 0.6, replace(SETUP, blocks=120)
+    interval.waited["memory"] = 0.9
     interval.traffic.waiting_tokens = 600 * SECOND * 1800
     found = findings(interval.seen)[0]
     assert found.name == "pool"
     assert "one that waits needs 56 blocks" in found.sentence
     assert "lost their blocks" not in found.sentence, "none did"
-    interval.traffic.waiting_tokens = 600 * SECOND * 40
-    assert "pool" not in interval.named
 
 
 def test_whoever_waits_is_not_told_that_nothing_is_short() -> None:
@@ -289,7 +294,10 @@ def test_a_batch_that_is_kept_small_is_named() -> None:
     """A GPU is added where a setting has to be raised."""
     interval = Interval().decodes(5000, 2, 200, 0.011).asks(60, 100, 100).waits(100.0)
     interval.setup = replace(SETUP, sequences_max=2)
+    interval.waited["place"] = 0.9
     assert interval.named[0] == "batch"
+    interval.waited["memory"] = 0.95
+    assert "batch" not in interval.named, "there is no memory for more"
 
 
 def test_a_tenant_that_waits_for_its_own_floods_nobody() -> None:
@@ -302,6 +310,7 @@ def test_requests_that_have_not_ended_wait_too() -> None:
     """A server whose queue stands still would be called healthy."""
     interval = Interval().decodes(5000, 1, 200, 0.011).is_open(600.0, waiting=550.0)
     interval.setup = replace(SETUP, sequences_max=1)
+    interval.waited["place"] = 1.0
     assert interval.named[0] == "batch"
 
 

@@ -126,6 +126,7 @@ def test_a_bucket_is_as_long_as_the_core_says() -> None:
         ("batches", "32", "tokens"),
         ("forecast", "off"),
         ("preemptions", "paused"),
+        ("waited", "memory"),
         ("requests", "refused"),
         ("requests", "came"),
         ("reusable_tokens",),

@@ -122,6 +122,7 @@ class SimulatedServer:
             forecast=steps.forecast,
             fits=steps.fits,
             preemptions=steps.preemptions,
+            waited=steps.waited,
             engine=EngineCounts(self._step_time, self._step_time, 0),
             pool=PoolCounts(**pool),
             processors=ProcessorTimes(0, 0, 0),

@@ -255,6 +255,7 @@ def test_whatever_was_counted_is_diagnosed(seed: int) -> None:
             forecast=array(4),
             fits=array(2, 9).astype(np.float64),
             preemptions=array(3),
+            waited=array(4),
             engine=EngineCounts(some(), some(), some()),
             pool=PoolCounts(some(), some(), some(), some(), some()),
             processors=ProcessorTimes(some(), some(), some()),

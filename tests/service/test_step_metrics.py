@@ -40,6 +40,7 @@ class Books:
     batches: Any = field(default_factory=lambda: _rows(13))
     forecast: Any = field(default_factory=lambda: np.zeros(4, dtype=np.int64))
     preemptions: Any = field(default_factory=lambda: np.zeros(3, dtype=np.int64))
+    waited: Any = field(default_factory=lambda: np.zeros(4, dtype=np.int64))
 
     def step(self, nanoseconds: int, decode: int = 0, keys: int = 0) -> None:
         """One that decodes so many sequences, and nothing else."""
@@ -129,6 +130,9 @@ def test_what_tried_the_core_before_is_no_clients() -> None:
     assert steps.value("phase_steps_total", phase="decode") == 0
     assert steps.value("preemptions_total", reason="for_another") == 0
     books.preemptions += np.array([1, 2, 4])
+    books.waited += np.array([1, 2, 4, 8]) * 500_000_000
+    for what, seconds in (("place", 0.5), ("memory", 1.0), ("share", 2.0), ("turn", 4.0)):
+        assert steps.value("waited_step_seconds_total", **{"for": what}) == seconds
     for reason, count in (("for_another", 1), ("for_itself", 2), ("paused", 4)):
         assert steps.value("preemptions_total", reason=reason) == count
 

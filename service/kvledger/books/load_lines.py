@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # readers of the lines need no engine, which takes seconds to
 PHASES = ("decode", "prefill")
 MIXTURES = ("decode", "prefill", "both")
 PREEMPTIONS = ("for_another", "for_itself", "paused")
+WAITS = ("place", "memory", "share", "turn")
 FORECAST = ("steps", "expected", "taken", "off")
 BUCKETS = 82
 # A line's buckets of one mixture, and of one class of batches: what is shorter than those that are
@@ -86,6 +87,7 @@ def load_line(
         },
         "forecast": dict(zip(FORECAST, counts.forecast.tolist(), strict=True)),
         "preemptions": dict(zip(PREEMPTIONS, counts.preemptions.tolist(), strict=True)),
+        "waited": dict(zip(WAITS, counts.waited.tolist(), strict=True)),
         "requests": _requests(now, counts),
         "reusable_tokens": counts.traffic.reusable_tokens,
     }
@@ -132,6 +134,7 @@ def is_whole(line: Mapping[str, Any]) -> bool:
             and all(_are(line["phases"][name], _PHASE) for name in PHASES)
             and _are(line["forecast"], FORECAST)
             and _are(line["preemptions"], PREEMPTIONS)
+            and _are(line["waited"], WAITS)
             and _are(line["requests"], (*_REQUESTS, *_REQUEST_TIMES))
             and _are(line["requests"]["refused"], tuple(line["requests"]["refused"]))
             and set(line["mixtures"]) <= set(MIXTURES)

@@ -49,12 +49,13 @@ class Counts:
     """Everything, at one moment."""
 
     at: int  # time.monotonic_ns()
-    phases: Counts64  # as in core/step_books.h, like the five that follow
+    phases: Counts64  # as in core/step_books.h, like the six that follow
     mixtures: Counts64
     batches: Counts64
     forecast: Counts64
     fits: Sums64
     preemptions: Counts64
+    waited: Counts64
     engine: EngineCounts
     pool: PoolCounts
     processors: ProcessorTimes
@@ -78,6 +79,7 @@ class Counts:
             books.forecast,
             books.fits,
             books.preemptions,
+            books.waited,
             engine,
             pool,
             ProcessorTimes.now(),
@@ -94,6 +96,7 @@ class Counts:
             forecast=self.forecast - before.forecast,
             fits=self.fits - before.fits,
             preemptions=self.preemptions - before.preemptions,
+            waited=self.waited - before.waited,
             engine=EngineCounts(
                 *(
                     now - then

@@ -23,6 +23,8 @@ Phase = Literal["prefill", "decode", "both", "none"]
 # Less than this in the interval says nothing.
 STEPS_LEAST = 20
 REQUESTS_LEAST = 3
+# Of the steps' time, that in which somebody waited for it: from here on it is what is short.
+_WAITED_LEAST = 0.3
 
 
 @dataclass(frozen=True)
@@ -90,8 +92,11 @@ def pool(seen: Observation) -> Finding | None:
     traffic = seen.traffic
     lost = traffic.recomputed_tokens / traffic.computed_tokens if traffic.computed_tokens else 0.0
     waits = seen.waiting
+    # Blocks, not places: where both are short, more memory alone would not help.
     blocked = (
-        waits > 0.2 and not _has_room(seen) and _running(seen) < 0.9 * seen.setup.sequences_max
+        waits > 0.2
+        and seen.waited_for["memory"] > _WAITED_LEAST
+        and seen.waited_for["memory"] > seen.waited_for["place"]
     )
     if lost < 0.02 and not blocked and not (seen.preempted > 3 and seen.waterline > 0.75):
         return None
@@ -117,17 +122,6 @@ def pool(seen: Observation) -> Finding | None:
         "both",
         "More threads or a bigger batch: both ask for more blocks at a time.",
     )
-
-
-def _has_room(seen: Observation) -> bool:
-    """Whether the blocks that are free on average would do for one more request.
-
-    A request enters when there are blocks for its prompt, one for its answer, and one for each that
-    runs to grow into. A waterline says less: half of a pool that holds one request and a half is
-    free, and nobody else can have it.
-    """
-    free = (1 - seen.waterline) * seen.setup.blocks
-    return free > _waiting_blocks(seen) + 1 + _running(seen) and seen.waterline < 0.9
 
 
 def _waiting_blocks(seen: Observation) -> float:
@@ -221,7 +215,9 @@ def batch(seen: Observation) -> Finding | None:
     waits = seen.waiting
     most = seen.setup.sequences_max
     running = _running(seen)
-    if waits < 0.2 or running < 0.85 * most or not _has_room(seen):
+    if waits < 0.2 or seen.waited_for["place"] < _WAITED_LEAST:
+        return None
+    if seen.waited_for["place"] < seen.waited_for["memory"]:
         return None
     if seen.prefill_share > 0.6:
         return None  # who has a place computes its prompt: more places do not make that faster

@@ -22,7 +22,7 @@ from kvledger.diagnosis.counts import (
 )
 from kvledger.diagnosis.traffic import TrafficCounts, class_quantile
 from kvledger.machine.peaks import MachinePeaks
-from kvledger.metrics.steps import PREEMPTED
+from kvledger.metrics.steps import PREEMPTED, WAITS
 from kvledger.planning.floors import StepCosts
 
 # Of a machine that nobody measured: so fast that shares of it are nothing, and ten operations to a
@@ -131,6 +131,8 @@ class Observation:
     waterline: float  # of the pool, on average
     cached: float
     preemptions: Mapping[str, int]  # by reason, where there were any
+    # Of the steps' time, that in which somebody waited, by what for: counts.WAITS.
+    waited_for: Mapping[str, float]
     forecast_error: float | None  # of a step's time, on average
     # Of the processors' time, what the operating system counted as used: by this process, of those
     # that it may use; and of the machine by anybody, None where that is not counted.
@@ -241,6 +243,10 @@ def observe(setup: Setup, counts: Counts) -> Observation:
             reason: int(count)
             for reason, count in zip(PREEMPTED, counts.preemptions, strict=True)
             if count
+        },
+        waited_for={
+            name: min(1.0, int(time) / max(1, counts.engine.steps))
+            for name, time in zip(WAITS, counts.waited, strict=True)
         },
         forecast_error=off / taken if steps and taken else None,
         utilization=counts.processors.own / (max(1, counts.at) * setup.processors),

@@ -28,6 +28,7 @@ Counts64 = npt.NDArray[np.int64]
 PHASES = ("decode", "prefill")
 MIXTURES = ("decode", "prefill", "both")
 PREEMPTED = ("for_another", "for_itself", "paused")
+WAITS = ("place", "memory", "share", "turn")
 _DECODE, _PREFILL = 0, 1
 _PREFILL_ONLY, _BOTH = 1, 2
 # Columns of phases; mixtures and batches have the first three.
@@ -71,11 +72,19 @@ class StepCounts:
     batches: Counts64
     forecast: Counts64
     preemptions: Counts64
+    waited: Counts64
 
     @classmethod
     def of(cls, books: _core.StepBooks) -> StepCounts:
         """As they are now; each count of some recent moment."""
-        return cls(books.phases, books.mixtures, books.batches, books.forecast, books.preemptions)
+        return cls(
+            books.phases,
+            books.mixtures,
+            books.batches,
+            books.forecast,
+            books.preemptions,
+            books.waited,
+        )
 
     def since(self, before: StepCounts) -> StepCounts:
         """What came between."""
@@ -143,6 +152,16 @@ class StepMetrics(Collector):
                     {
                         (reason,): int(count)
                         for reason, count in zip(PREEMPTED, counts.preemptions, strict=True)
+                    },
+                ),
+                counter(
+                    "kvledger_waited_step_seconds",
+                    "Time of steps in which somebody waited: for a place among those that run, for "
+                    "memory, for room in its own tenant's share, for its prompt's turn.",
+                    ["for"],
+                    {
+                        (what,): int(time) / 1e9
+                        for what, time in zip(WAITS, counts.waited, strict=True)
                     },
                 ),
             ]

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from kvledger.books.load_lines import FORECAST, MIXTURES, PHASES, PREEMPTIONS
+from kvledger.books.load_lines import FORECAST, MIXTURES, PHASES, PREEMPTIONS, WAITS
 from kvledger.diagnosis.counts import Counts, EngineCounts, PoolCounts
 from kvledger.diagnosis.diagnosis import Diagnosis
 from kvledger.diagnosis.findings import findings
@@ -57,6 +57,7 @@ def _counts(record: ReplicaRecord) -> Counts:
         forecast=np.array([load.forecast[name] for name in FORECAST], np.int64),
         fits=np.zeros((len(PHASES), 9)),
         preemptions=np.array([load.preemptions[name] for name in PREEMPTIONS], np.int64),
+        waited=np.array([load.waited[name] for name in WAITS], np.int64),
         engine=EngineCounts(load.step_time, load.forward_time, load.sampling_time),
         pool=PoolCounts(**{name: states[name] for name in vars(PoolCounts(0, 0, 0, 0, 0))}),
         processors=ProcessorTimes(0, 0, 0),

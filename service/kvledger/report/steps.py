@@ -70,6 +70,7 @@ class LoadSums:
     batches: dict[int, Steps] = field(default_factory=dict)  # by their most sequences
     forecast: Counter[str] = field(default_factory=Counter)
     preemptions: Counter[str] = field(default_factory=Counter)
+    waited: Counter[str] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)
     came: int = 0
     # Requests times nanoseconds.
@@ -92,6 +93,7 @@ class LoadSums:
         self.waiting_most = max(self.waiting_most, requests["waiting"] + requests["held"])
         self.refused.update(requests["refused"])
         self.preemptions.update(line["preemptions"])
+        self.waited.update(line["waited"])
         self.forecast.update(line["forecast"])
         for name, phase in self.phases.items():
             phase.update(line["phases"][name])
