@@ -333,7 +333,7 @@ class Server:
         self._close_metrics()
         await self._constraints.stop()
         await self._books.close()
-        await asyncio.to_thread(self._telemetry.close)
+        await self._telemetry.close()
         _log.info("stopped", open_requests=len(self._admission.open_requests))
         return BROKE if self._broke else 0
 

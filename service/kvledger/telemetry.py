@@ -9,7 +9,10 @@ SDK's sends them; what a collector does not take in time is dropped, and the ser
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import re
+import threading
 import time
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
@@ -55,7 +58,7 @@ class Telemetry(Protocol):
     def ended(self, request: EndedRequest) -> None:
         """A request has its receipt, or ended without one."""
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Sends what is left; takes seconds at most."""
 
 
@@ -65,7 +68,7 @@ class NoTelemetry:
     def ended(self, request: EndedRequest) -> None:
         """Nobody wants to know."""
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """There is nothing left."""
 
 
@@ -176,11 +179,24 @@ class _Collector:
             part.end(ends)
         span.end(end)
 
-    def close(self) -> None:
-        """See Telemetry."""
-        self._traces.force_flush(_LAST)
-        self._traces.shutdown()
-        self._metrics.shutdown(_LAST)
+    async def close(self) -> None:
+        """See Telemetry. A collector that does not answer is not waited for."""
+        loop, closed = asyncio.get_running_loop(), asyncio.Event()
+
+        def send() -> None:
+            try:
+                self._metrics.force_flush(_LAST)
+                self._traces.force_flush(_LAST)
+            finally:
+                with contextlib.suppress(RuntimeError):  # the loop has not waited
+                    loop.call_soon_threadsafe(closed.set)
+            self._metrics.shutdown()
+            self._traces.shutdown()
+
+        # A thread of its own, which ends with the process.
+        threading.Thread(target=send, name="telemetry", daemon=True).start()
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(closed.wait(), _LAST / 1000)
 
 
 def first_token_seconds(receipt: Receipt) -> float:

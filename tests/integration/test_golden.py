@@ -67,7 +67,9 @@ unrounded = pytest.mark.parametrize(
     ],
 )
 @pytest.mark.parametrize(
-    "schedule", [one_by_one, among_cancelled_neighbours], ids=lambda s: s.__name__
+    "schedule",
+    [pytest.param(one_by_one, marks=pytest.mark.soak), among_cancelled_neighbours],
+    ids=lambda s: s.__name__,
 )
 def test_company_does_not_matter(
     schedule: Callable[[Harness], None], weights: str, tokens: int
