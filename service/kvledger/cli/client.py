@@ -144,6 +144,8 @@ def identity(options: argparse.Namespace) -> tuple[tuple[str, str], ...]:
     if not 1 <= len(token) <= _TOKEN_CHARACTERS_MAX or any(not "!" <= c <= "~" for c in token):
         raise SettingRefused(f"{source}: it is not a token: one line of printable characters")
     if options.tls_ca is None and not _is_here(options.server):
+        if options.server.startswith(("/", "./", "~")):
+            return ()  # no address at all, which is told when it is connected
         raise SettingRefused(
             f"{source}: without --tls-ca a token goes to this machine only, because others on the "
             f"line could read it"
@@ -156,6 +158,8 @@ def channel(options: argparse.Namespace) -> grpc.Channel:
 
     What goes to this machine, and with it every token without TLS, passes no proxy.
     """
+    if options.server.startswith(("/", "./", "~")):
+        raise SettingRefused(f"--server {options.server}: a socket is named unix:{options.server}")
     cert, key = options.tls_cert, options.tls_key
     if (cert is None) != (key is None):
         raise SettingRefused("--tls-cert and --tls-key go together; give both, or neither")
@@ -252,5 +256,10 @@ def explain(error: grpc.RpcError, server: str) -> str:
     if code == grpc.StatusCode.UNAVAILABLE and not answered:
         if "handshake" in details or "erification" in details:
             return f"no TLS with {server}: {details}"
-        return f"no server answers at {server} (kvledger serve --dev starts one): {details}"
+        return (
+            f"no server answers at {server} (--server names another, as the server's log does at "
+            f"its start; kvledger serve --dev starts one): {details}"
+        )
+    if code == grpc.StatusCode.UNAUTHENTICATED:
+        return f"{code.name}: {details} (--token-file FILE, or ${TOKEN_VARIABLE})"
     return f"{code.name}: {details}"

@@ -72,6 +72,11 @@ def table(response: diagnosis_pb2.ExplainResponse) -> str:
         bar = "#" * round(40 * share)
         lines.append(f"{name:9} {part / 1e6:10.1f} ms {share * 100:5.1f} %  {bar:40} {words}")
     lines.append(f"{'total':9} {total / 1e6:10.1f} ms")
+    if not response.tenant:
+        lines.append(
+            "waits are rounded up, and what others' prompts took is part of prefill and decode: "
+            "operators are told exactly, at their own listener"
+        )
     lines.append(
         f"{response.prompt_tokens} prompt tokens, {response.reused_tokens} of them reused; "
         f"{response.output_tokens} made; preempted {response.preemptions} times"

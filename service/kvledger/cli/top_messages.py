@@ -76,7 +76,8 @@ def load_of(response: diagnosis_pb2.DiagnoseResponse, ago: float) -> Load:
         summary=now.summary,
         marks=_marks(now),
         findings=[
-            Finding(each.name, each.weight, each.sentence, each.remedy) for each in now.findings
+            Finding(each.name, each.weight, each.sentence, each.remedy, each.in_vain)
+            for each in now.findings
         ],
         requests=now.traffic.requests,
         refused=dict(now.traffic.refused),

@@ -83,6 +83,7 @@ class Finding:
     weight: float  # from 0 to 1
     sentence: str
     remedy: str
+    in_vain: str = ""  # what looks right and would not help
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,8 @@ _WATERLINES = 20  # how many of the last ones are drawn
 # Columns from which on there is room for more than what matters most.
 _WIDE = 110
 _ADDRESS_LEAST = 16
+# Lines for each text from which on there is room for what would not help.
+_ROOMY = 3
 
 
 @dataclass(frozen=True)
@@ -217,6 +219,8 @@ def limits(load: Load, paper: Paper, lines: int, most: int) -> list[Text]:
         said = paper.paragraph("limits", f"{name} {finding.sentence}", lines)
         said[0].stylize(_BAD, LABEL, LABEL + len(name))
         out += [*said, *paper.paragraph("  first", finding.remedy, lines)]
+        if lines >= _ROOMY and finding.in_vain:
+            out += paper.paragraph("  not", finding.in_vain, lines)
     if others := load.findings[most:]:
         out.append(paper.labelled("  also", (_names(others, paper), _WARN)))
     return out
