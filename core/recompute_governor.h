@@ -18,6 +18,8 @@ namespace kvledger {
 class RecomputeGovernor {
  public:
   static constexpr std::int64_t kLevels = 4;
+  // Deviations of level 0.
+  static constexpr double kCalm = 1.0;
   static constexpr double kWindow = 65536.0;
   static constexpr double kTooMuch = 0.02;
   static constexpr double kHealthy = 0.005;

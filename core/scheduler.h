@@ -182,7 +182,7 @@ class Scheduler {
   struct Forecast;
   bool lasts_in_pool(const Candidate& next);
   bool lasts_in_share(const Candidate& next);
-  bool lasts(Forecast& forecast, const Candidate& next, BlockCount room);
+  bool lasts(Forecast& forecast, const Candidate& next, BlockCount room, double deviations);
   void choose(const Candidate& waiting);
   void foresee(Forecast& forecast);
   bool is_in(const Forecast& forecast, TenantId tenant) const noexcept;

@@ -62,7 +62,9 @@ void Scheduler::collect_prefill(StepPlan& plan) {
     const bool has_room =
         !cache_.shares().limits(sequence->tenant) ||
         next.needed <= cache_.shares().left_to(sequence->tenant) - promised_to(sequence->tenant);
-    if (!has_room || !lasts_in_share(next)) {
+    // What the pool has not got now is no matter of the tenant's share.
+    const bool is_there = next.needed <= room_for(sequence->tenant) - promised;
+    if (!has_room || (is_there && !lasts_in_share(next))) {
       // It waits for its own tenant's sequences: nobody else shall wait for that.
       waited_[StepBooks::kForShare] = true;
       at_limit_.push_back(sequence);
@@ -70,7 +72,7 @@ void Scheduler::collect_prefill(StepPlan& plan) {
       continue;
     }
     passed_over_.push_back(sequence);
-    if (next.needed <= room_for(sequence->tenant) - promised && lasts_in_pool(next)) {
+    if (is_there && lasts_in_pool(next)) {
       promised += next.needed + kOne;
       --rows;
       --passes;
@@ -109,7 +111,9 @@ void Scheduler::collect_guaranteed(std::int64_t rows) {
     const BlockCount left = guaranteed - cache_.live(tenant) - promised_to(tenant);
     if (next.needed > std::min(left, cache_.available(tenant) - promised_to_all()) ||
         !lasts_in_share(next)) {
-      at_limit_.push_back(sequence);
+      if (std::find(at_limit_.begin(), at_limit_.end(), sequence) == at_limit_.end()) {
+        at_limit_.push_back(sequence);
+      }
       continue;
     }
     --rows;

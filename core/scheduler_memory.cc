@@ -49,6 +49,8 @@ MemoryMember Scheduler::member_of_running(const Sequence& running) const {
     }
   }
   member.held = as_double(held) / static_cast<double>(sharing);
+  // Where its limit was lowered it ends with its next token, and until then it is there.
+  member.more_max = std::max<std::int64_t>(1, member.more_max);
   if (running.paused) {
     member.lengths = nullptr;  // nobody knows when it goes on
   }
@@ -78,10 +80,12 @@ void Scheduler::foresee(Forecast& forecast) {
   for (const Sequence* running : running_) {
     if (is_in(forecast, running->tenant)) {
       const MemoryMember member = member_of_running(*running);
-      forecast.memory.add(member);
+      // Who is paused gives its blocks to whoever needs them: it holds them, and is no reason to
+      // let fewer in.
+      if (!running->paused || is_protected(*running)) {
+        forecast.memory.add(member);
+      }
       forecast.held += member.held;
-      forecast.going_on += running->paused ? 0 : 1;
-    } else if (!forecast.tenant) {
       forecast.going_on += running->paused ? 0 : 1;
     }
   }
@@ -107,23 +111,27 @@ void Scheduler::choose(const Candidate& waiting) {
 
 // Whether `room` blocks and what the others give back are expected to be enough with another. If
 // nobody goes on they are: whoever is next fits alone, and nothing else would ever change.
-bool Scheduler::lasts(Forecast& forecast, const Candidate& next, BlockCount room) {
+bool Scheduler::lasts(Forecast& forecast, const Candidate& next, BlockCount room,
+                      double deviations) {
   if (!forecast.is_made) {
     foresee(forecast);
   }
-  return forecast.going_on == 0 ||
-         forecast.memory.peak_with(member_of_waiting(next), governor_.deviations()) <=
-             forecast.held + as_double(room);
+  return forecast.going_on == 0 || forecast.memory.peak_with(member_of_waiting(next), deviations) <=
+                                       forecast.held + as_double(room);
 }
 
-// Who has a guarantee looks at its own sequences alone (lasts_in_share).
+// Who lives in its guarantee looks at its own sequences alone (lasts_in_share).
 bool Scheduler::lasts_in_pool(const Candidate& next) {
   const TenantId tenant = next.sequence->tenant;
-  return !settings_.forecast || cache_.shares().of(tenant).guaranteed > kNone ||
-         lasts(pool_forecast_, next, cache_.unkept(tenant));
+  const BlockCount guaranteed = cache_.shares().of(tenant).guaranteed;
+  const bool stays_in_it =
+      guaranteed > kNone && cache_.live(tenant) + promised_to(tenant) + next.needed <= guaranteed;
+  return !settings_.forecast || stays_in_it ||
+         lasts(pool_forecast_, next, cache_.unkept(tenant), governor_.deviations());
 }
 
-// Within a tenant's limit, or its guarantee and what it can have beside it.
+// Within a tenant's limit, or its guarantee and what it can have beside it. How careful that is
+// does not depend on what others had to compute again: it would tell them.
 bool Scheduler::lasts_in_share(const Candidate& next) {
   const PoolShares& shares = cache_.shares();
   const TenantId tenant = next.sequence->tenant;
@@ -134,7 +142,9 @@ bool Scheduler::lasts_in_share(const Candidate& next) {
     share_forecast_.tenant = tenant;
     share_forecast_.is_made = false;
   }
-  return lasts(share_forecast_, next, cache_.available(tenant));
+  const BlockCount room =
+      shares.of(tenant).guaranteed > kNone ? cache_.available(tenant) : shares.left_to(tenant);
+  return lasts(share_forecast_, next, room, RecomputeGovernor::kCalm);
 }
 
 // What ended for reasons of its own says how long outputs get, what was cut says how long they may.

@@ -38,6 +38,7 @@ MemoryMember Model::member_of_running(const Modelled& running) {
   }
   const auto held = static_cast<std::int64_t>(blocks.size()) + promised;
   member.held = static_cast<double>(held) / static_cast<double>(sharing);
+  member.more_max = std::max<std::int64_t>(1, member.more_max);
   if (running.paused) {
     member.lengths = nullptr;
   }
@@ -55,7 +56,9 @@ Model::Foreseen Model::foresee(MemoryForecast& forecast) {
   Foreseen foreseen;
   for (const Modelled* sequence : ran) {
     const MemoryMember member = member_of_running(*sequence);
-    forecast.add(member);
+    if (!sequence->paused || is_protected(*sequence)) {
+      forecast.add(member);
+    }
     foreseen.held += member.held;
     ++foreseen.running;
     foreseen.going_on += sequence->paused ? 0 : 1;
