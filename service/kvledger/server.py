@@ -251,9 +251,13 @@ class Server:
     def _record(self, ended: EndedRequest) -> None:
         self._books.record(ended)
         self._recent.note(ended)
-        self._telemetry.ended(ended)
         if ended.receipt is not None:
             self._traffic.ended(ended.receipt)
+        try:
+            self._telemetry.ended(ended)
+        except Exception:
+            # A library's mistake about a span is no reason to lose a request's place.
+            _log.exception("telemetry_failed")
 
     @property
     def port(self) -> int:

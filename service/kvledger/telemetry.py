@@ -94,14 +94,13 @@ class _Collector:
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.metrics import MeterProvider
         from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
-        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.resources import OTELResourceDetector, Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
         # Variables of the environment come before these.
-        resource = Resource({"service.name": "kvledger", "service.version": __version__}).merge(
-            Resource.create()
-        )
+        named = Resource.create({"service.name": "kvledger", "service.version": __version__})
+        resource = named.merge(OTELResourceDetector().detect())
         self._model = model
         self._traces = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._traces.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))

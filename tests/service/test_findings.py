@@ -107,6 +107,7 @@ class Interval:
         counts.prompts[class_of(prompt)] += requests
         counts.outputs[class_of(output)] += requests
         counts.prompt_tokens[tenant] += requests * prompt
+        counts.all_prompt_tokens += requests * prompt
         counts.computed_tokens += requests * (prompt + output)
         counts.output_tokens += requests * output
         counts.queued[tenant] += 0
@@ -563,9 +564,14 @@ def test_a_moment_that_is_kept_names_the_largest_tenants_only() -> None:
     traffic = Traffic(4)
     for number in range(200):
         traffic.came(f"t{number}", None, np.zeros(number + 1, np.int32))
-    kept = traffic.counts.copy().prompt_tokens
-    assert len(kept) == 64
-    assert kept["t199"] == 200
+    first = traffic.counts.copy()
+    assert len(first.prompt_tokens) == 64
+    assert first.prompt_tokens["t199"] == 200
+    # One that was not kept then, and is now, came with more than this interval's.
+    traffic.came("t0", None, np.zeros(1000, np.int32))
+    since = traffic.counts.copy().since(first)
+    assert since.all_prompt_tokens == 1000
+    assert "t0" not in since.prompt_tokens
 
 
 def test_a_receipt_is_counted_once() -> None:

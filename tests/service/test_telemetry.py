@@ -137,6 +137,9 @@ async def test_each_request_is_a_span_of_its_callers_trace() -> None:
     per_token = collector.histograms["gen_ai.server.time_per_output_token"].sum
     assert per_token == pytest.approx(receipt.decode_time.ToNanoseconds() / 1e9 / 4)
     assert CANARY not in collector.everything
+    resource = collector.traces[0].resource_spans[0].resource
+    names = {each.key: each.value.string_value for each in resource.attributes}
+    assert names["service.name"] == "kvledger"
 
 
 async def test_chats_and_failures_are_told_apart() -> None:

@@ -19,6 +19,7 @@ from kvledger.cli.client import (
     channel,
     explain,
     identity,
+    printable,
 )
 from kvledger.errors import SettingRefused
 from kvledger.v1 import diagnosis_pb2, diagnosis_pb2_grpc
@@ -84,7 +85,7 @@ def run(arguments: Sequence[str]) -> int:
             )
         )
     else:
-        print("\n".join(_lines(response)))
+        print("\n".join(map(printable, _lines(response))))
     return 0
 
 

@@ -16,6 +16,7 @@ from kvledger.cli.client import (
     channel,
     explain,
     identity,
+    printable,
 )
 from kvledger.errors import SettingRefused
 from kvledger.v1 import diagnosis_pb2, diagnosis_pb2_grpc
@@ -58,7 +59,7 @@ def run(arguments: Sequence[str]) -> int:
     if options.json:
         print(MessageToJson(response, preserving_proto_field_name=True))
     else:
-        print(table(response))
+        print("\n".join(map(printable, table(response).splitlines())))
     return 0
 
 

@@ -14,6 +14,7 @@ from google.protobuf import duration_pb2
 from kvledger.cli.client import channel
 from kvledger.cli.ledger import explained
 from kvledger.cli.top_messages import books_of, load_of
+from kvledger.errors import SettingRefused
 from kvledger.top.picture import Books, Load
 from kvledger.v1 import diagnosis_pb2, diagnosis_pb2_grpc, ledger_pb2, ledger_pb2_grpc
 
@@ -112,6 +113,8 @@ class Source:
                 why, is_final = "the server ended the answer", False
             except grpc.RpcError as error:
                 why, is_final = self._why(error)
+            except SettingRefused as error:
+                why, is_final = str(error), True
             finally:
                 with self._lock:
                     self._patience.cancel()

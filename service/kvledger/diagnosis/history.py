@@ -13,7 +13,7 @@ _NANOS = 1_000_000_000
 GRAIN = 5.0
 _FINE = 360  # half an hour
 _COARSE_EVERY = 24  # of the fine ones: two minutes
-_COARSE = 720  # a day
+_COARSE = 800  # a day, and the interval before it
 
 
 class History:
@@ -43,7 +43,9 @@ class History:
             place = bisect.bisect_right(kept, at, key=lambda counts: counts.at)
             if place > 0:
                 return kept[place - 1]
-        return self._first
+        # What is older than all that is kept is the oldest that is: the first moment of a server
+        # that has served for weeks would make the interval weeks long.
+        return self._coarse[0] if len(self._coarse) == _COARSE else self._first
 
     def interval(self, now: Counts, seconds: float, ago: float = 0.0) -> Counts:
         """What came in `seconds` that ended `ago` seconds before `now`, to the grain of what is

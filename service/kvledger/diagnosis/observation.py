@@ -160,7 +160,7 @@ class Observation:
     @property
     def prompts(self) -> int:
         """Tokens of prompts that came."""
-        return sum(self.traffic.prompt_tokens.values())
+        return self.traffic.all_prompt_tokens
 
     @property
     def waiting(self) -> float:

@@ -51,9 +51,14 @@ def setup_from(line: Mapping[str, Any]) -> Setup | None:
             key_operations=float(work["key_operations"]),
             peaks=UNKNOWN if peaks is None else _peaks(peaks),
         )
+        counts = {name: int(settings[name]) for name in _COUNTS}
+        # Damage must not end a whole report.
+        bounded = (*counts.values(), costs.layer_bytes, costs.kv_token_bytes, line["blocks"])
+        if not all(1 <= value < 1 << 62 for value in bounded):
+            return None
         return Setup(
             costs=costs,
-            **{name: int(settings[name]) for name in _COUNTS},
+            **counts,
             blocks=line["blocks"],
             step_stretch=float(settings["step_stretch"]),
             prefill_step=float(settings["prefill_step"]),
@@ -69,7 +74,8 @@ def setup_from(line: Mapping[str, Any]) -> Setup | None:
 def _peaks(facts: Mapping[str, Any]) -> MachinePeaks:
     operations = _numbers(facts["operations_per_second"])
     peaks = MachinePeaks(float(facts["read_bytes_per_second"]), operations)
-    if min(peaks.read_bytes_per_second, operations["f32"], *operations.values()) <= 0:
+    rates = (peaks.read_bytes_per_second, operations["f32"], *operations.values())
+    if not all(0.0 < rate < 1e30 for rate in rates):  # nan as well
         raise ValueError("a machine does something")
     return peaks
 

@@ -50,6 +50,7 @@ class TrafficCounts:
     ended: int = 0
     refused: Counter[str] = field(default_factory=Counter)  # by reason
     prompt_tokens: Counter[str] = field(default_factory=Counter)  # by tenant
+    all_prompt_tokens: int = 0  # of tenants that a copy does not keep, too
     # By tenant, requests times the time that they waited in the core, and that they were open.
     queued: Counter[str] = field(default_factory=Counter)
     lives: Counter[str] = field(default_factory=Counter)
@@ -90,7 +91,14 @@ class TrafficCounts:
     def since(self, before: TrafficCounts) -> TrafficCounts:
         """What came after `before`."""
         now, then = vars(self), vars(before)
-        return TrafficCounts(**{name: now[name] - then[name] for name in now})
+        return TrafficCounts(**{name: _less(now[name], then[name]) for name in now})
+
+
+def _less(now: Any, then: Any) -> Any:
+    if isinstance(now, Counter) and len(then) >= _TENANTS_KEPT:
+        # Whoever was not among those that were kept then would bring all of its past into this.
+        now = Counter({name: count for name, count in now.items() if name in then})
+    return now - then
 
 
 @dataclass(frozen=True)
@@ -181,6 +189,7 @@ class Traffic:
         counts.requests += 1
         counts.prompts[class_of(len(prompt))] += 1
         counts.prompt_tokens[tenant] += len(prompt)
+        counts.all_prompt_tokens += len(prompt)
         if scope is not None:
             counts.reusable_tokens += self._reusable(scope, prompt)
         if len(counts.prompt_tokens) > 2 * _TENANTS:

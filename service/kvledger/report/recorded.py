@@ -104,6 +104,7 @@ class Recorded:
         counts.prompts[class_of(line["prompt_tokens"])] += 1
         counts.outputs[class_of(line["output_tokens"])] += 1
         counts.prompt_tokens[tenant] += line["prompt_tokens"]
+        counts.all_prompt_tokens += line["prompt_tokens"]
         counts.output_tokens += line["output_tokens"]
         counts.computed_tokens += line["computed_tokens"]
         counts.recomputed_tokens += line["recomputed_tokens"]

@@ -6,6 +6,7 @@ memory of an hour.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,6 +19,24 @@ BUCKETS_MAX = 360
 
 
 @dataclass
+class Span:
+    """From the earliest that is told of to the latest: replicas that ran one after the other add up
+    in it, those that ran side by side do not. Seconds since 1970."""
+
+    began: float = math.inf
+    ended: float = -math.inf
+
+    def add(self, began: float, ended: float) -> None:
+        """Some time more."""
+        self.began, self.ended = min(self.began, began), max(self.ended, ended)
+
+    @property
+    def nanoseconds(self) -> int:
+        """How long it is; 0 of nothing."""
+        return max(0, round((self.ended - self.began) * 1e9)) if self.ended > self.began else 0
+
+
+@dataclass
 class Bucket:
     """Some time. Memory in byte-nanoseconds."""
 
@@ -27,8 +46,8 @@ class Bucket:
     tenants: Counter[str] = field(default_factory=Counter)
     scopes: int = 0
     load: LoadSums = field(default_factory=LoadSums)
-    # Nanoseconds that the lines of load of each replica tell of.
-    load_covered: Counter[str] = field(default_factory=Counter)
+    span: Span = field(default_factory=Span)
+    load_span: Span = field(default_factory=Span)  # of lines of load
 
     def merge(self, other: Bucket) -> None:
         """What came in the time beside it."""
@@ -37,17 +56,18 @@ class Bucket:
         self.tenants.update(other.tenants)
         self.scopes += other.scopes
         self.load.merge(other.load)
-        self.load_covered.update(other.load_covered)
+        self.span.add(other.span.began, other.span.ended)
+        self.load_span.add(other.load_span.began, other.load_span.ended)
 
     @property
     def time(self) -> int:
-        """Nanoseconds that byte-times are divided by: of the replica that was there most."""
-        return max(self.covered.values(), default=0)
+        """Nanoseconds that byte-times are divided by."""
+        return self.span.nanoseconds
 
     @property
     def load_time(self) -> int:
         """The same for what lines of load tell."""
-        return max(self.load_covered.values(), default=0)
+        return self.load_span.nanoseconds
 
 
 @dataclass(frozen=True)
@@ -71,7 +91,7 @@ class Timeline:
         time = line["elapsed"] - line["since"]
         bucket = self._at(ended - time / 2e9)
         bucket.load.add(line)
-        bucket.load_covered[replica] += time
+        bucket.load_span.add(ended - time / 1e9, ended)
         self._keep_few()
 
     def add_memory(self, replica: str, memory: Memory, began: float, ended: float) -> None:
@@ -86,6 +106,7 @@ class Timeline:
             share = (min(border, ended) - place) / span
             bucket = self._at(place)
             bucket.covered[replica] += round(share * span * 1e9)
+            bucket.span.add(place, min(border, ended))
             for name, value in memory.states.items():
                 bucket.states[name] += round(share * value)
             for name, value in memory.tenants.items():
