@@ -44,6 +44,8 @@ MODEL = "smollm2-135m-instruct"
 ERROR_MAX = 0.10
 _TIMEOUT = 120.0
 _BLOCKS = 1024
+# Of each caller, in a round.
+_REQUESTS = 3
 # Figures that are told but that a change is not about are left out: they would only make the
 # median better.
 _FIGURES = {
@@ -143,7 +145,7 @@ async def load(server: Server, case: Case, words: Words, seed: int) -> None:
     def around(mean: int) -> int:
         return chance.randint(mean // 2, mean * 3 // 2)
 
-    lengths = [(around(case.prompt), around(case.output)) for _ in range(5 * case.callers)]
+    lengths = [(around(case.prompt), around(case.output)) for _ in range(_REQUESTS * case.callers)]
     requests = single_requests(words, lengths)
     for record in await closed_loop(server.arm, requests, case.callers, _TIMEOUT):
         if record.status != OK:

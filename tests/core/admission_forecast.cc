@@ -163,3 +163,66 @@ TEST_CASE("a server that recomputes becomes more careful") {
   CHECK_FALSE(driver.preempted.empty());
   CHECK(driver.engine.governor().raised() > 0);
 }
+
+TEST_CASE("a tenant that lives in its guarantee is no reason to let nobody else in") {
+  // If this fails, a request that is next stands in the queue for ever, and all behind it.
+  EngineDriver driver(foreseeing(40));
+  driver.engine.set_shares(
+      {PoolShare{TenantId{1}, BlockCount{10}, BlockCount{40}, BlockCount{40}, false}}, 0);
+  std::uint64_t next = 100;
+  const auto go_on = [&] {  // the tenant with the guarantee always runs something
+    driver.manner.tenant = TenantId{1};
+    driver.accept(next++, 3, 6);
+    driver.steps(4);
+  };
+  go_on();
+  driver.manner.tenant = TenantId{2};
+  driver.accept(1, 60, 55);  // 29 blocks in the end, and what may come: more than the rest
+  for (int i = 0; i < 20; ++i) {
+    go_on();
+  }
+  CHECK(std::find(driver.admitted.begin(), driver.admitted.end(), 1) != driver.admitted.end());
+}
+
+TEST_CASE("readers that pause do not keep others out") {
+  // If this fails, whoever does not read takes the place of those who do.
+  EngineDriver driver(foreseeing(40));
+  driver.manner.tenant = TenantId{1};
+  driver.accept(1, 40, 60);  // 25 blocks in the end
+  driver.steps(30);
+  driver.engine.pause(std::vector<std::uint64_t>{1}, driver.now);
+  driver.manner.tenant = TenantId{2};
+  for (std::uint64_t id = 2; id <= 4; ++id) {
+    driver.accept(id, 3, 40);  // eleven blocks each
+  }
+  driver.steps(2);
+  CHECK(driver.admitted.size() == 4);
+  driver.steps(60);
+  CHECK(driver.receipts.size() == 3);
+  CHECK(std::count(driver.preempted.begin(), driver.preempted.end(), 1) == 1);
+}
+
+TEST_CASE("a limit that is far away is no disadvantage in a full pool") {
+  // If this fails, a tenant with a limit is passed by in what has nothing to do with it.
+  for (const bool limited : {false, true}) {
+    EngineDriver driver(foreseeing(40));
+    if (limited) {
+      driver.engine.set_shares(
+          {PoolShare{TenantId{1}, BlockCount{0}, BlockCount{38}, BlockCount{40}, false}}, 0);
+    }
+    driver.manner.tenant = TenantId{2};
+    driver.accept(1, 8, 60);
+    driver.accept(2, 8, 60);
+    driver.steps(2);
+    driver.manner.tenant = TenantId{1};
+    driver.accept(3, 20, 60);  // there is no room for it yet
+    driver.manner.tenant = TenantId{2};
+    for (std::uint64_t id = 4; id <= 40; ++id) {
+      driver.accept(id, 8, 20);
+    }
+    driver.run_out(2000);
+    const auto place = std::find(driver.admitted.begin(), driver.admitted.end(), 3);
+    CAPTURE(limited);
+    CHECK(place - driver.admitted.begin() < 20);
+  }
+}
