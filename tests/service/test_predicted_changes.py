@@ -168,6 +168,7 @@ def errors(
     return {name: abs(getattr(foretold, name) / value - 1.0) for name, value in came.items()}
 
 
+HEAVY = Callers(12, 300, 40)  # more places than prompts let fill
 SHORT, LONG = Callers(12, 120, 60), Callers(4, 700, 16)
 CROWD = Callers(12, 150, 60)
 BASE = Settings()
@@ -176,6 +177,8 @@ CHANGES: list[tuple[Kind, int, int, Callers, Settings]] = [
     ("max_sequences", 4, 8, SHORT, BASE),
     ("max_sequences", 8, 4, SHORT, BASE),
     ("max_sequences", 8, 12, CROWD, BASE),
+    ("max_sequences", 4, 8, HEAVY, BASE),
+    ("max_sequences", 8, 4, HEAVY, BASE),
     ("token_budget", 256, 128, LONG, BY_BUDGET),
     ("token_budget", 128, 256, LONG, BY_BUDGET),
     ("kv_blocks", 40, 80, CROWD, BASE),

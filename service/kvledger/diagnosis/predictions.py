@@ -321,13 +321,21 @@ def _settled(model: Model, work: Work, running: float, slower: float = 1.0) -> W
         left = 1.0 - each * alone * _others(running)
         return each * alone / left if left > 0.0 else math.inf
 
+    # Beside those who decode prompts get no more of a step than it may be stretched by: if they need
+    # more they queue, and no more decode, however many places there are.
+    stretch = model.setup.step_stretch
+    prompts_most = (stretch - 1) / stretch if stretch > 1.0 else 1.0
     settled = work
     for _ in range(3):  # chunks depend on who decodes, and who decodes on the chunks
         low, high = min(1.0, running), max(1.0, running)
         for _ in range(50):
             middle = (low + high) / 2
-            told = replace(settled, sequences=middle).requests_rate or 0.0
-            low, high = (middle, high) if middle + in_prompts(told) < running else (low, middle)
+            tried = replace(settled, sequences=middle)
+            told = tried.requests_rate or 0.0
+            fits = (
+                middle + in_prompts(told) < running and told * tried.prompt_seconds < prompts_most
+            )
+            low, high = (middle, high) if fits else (low, middle)
         settled = replace(
             settled, sequences=low, request=_stretched(model, work, low) or settled.request
         )
