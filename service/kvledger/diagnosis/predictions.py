@@ -322,9 +322,11 @@ def _settled(model: Model, work: Work, running: float, slower: float = 1.0) -> W
         return each * alone / left if left > 0.0 else math.inf
 
     # Beside those who decode prompts get no more of a step than it may be stretched by: if they need
-    # more they queue, and no more decode, however many places there are.
+    # more they queue, and no more decode, however many places there are. Where they have more now
+    # (nobody decodes beside many of them), they may have that.
     stretch = model.setup.step_stretch
     prompts_most = (stretch - 1) / stretch if stretch > 1.0 else 1.0
+    prompts_most = max(prompts_most, rate * now.prompt_seconds)
     settled = work
     for _ in range(3):  # chunks depend on who decodes, and who decodes on the chunks
         low, high = min(1.0, running), max(1.0, running)
