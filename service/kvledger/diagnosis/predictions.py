@@ -159,7 +159,8 @@ class Model:
     kernels_share: float
     # Of a decode step's kernels, the part in which memory is what binds.
     memory_share: float
-    # Whether prompts are in chunks as long as those who decode can bear.
+    # Whether prompts are computed beside those who decode, and in chunks as long as these can bear.
+    is_beside: bool
     is_stretched: bool
 
     @property
@@ -190,6 +191,7 @@ def fit(seen: Observation, counts: Counts) -> Model | None:
         if seen.step_seconds
         else 1.0,
         memory_share=min(1.0, seen.decode.memory_share) if seen.setup.is_measured else 0.5,
+        is_beside=_is_beside(seen),
         is_stretched=_is_stretched(seen),
     )
 
@@ -216,10 +218,13 @@ def _chunk_most(seen: Observation) -> float:
     return budget
 
 
+def _is_beside(seen: Observation) -> bool:
+    return seen.mixed_steps > 0.5 * seen.prefill.steps
+
+
 def _is_stretched(seen: Observation) -> bool:
     most = min(float(seen.setup.token_budget), seen.computed_prompt)
-    beside = seen.mixed_steps > 0.5 * seen.prefill.steps
-    return beside and seen.prefill.tokens_per_step < 0.8 * most
+    return _is_beside(seen) and seen.prefill.tokens_per_step < 0.8 * most
 
 
 def _crowd(seen: Observation) -> Crowd:
@@ -321,12 +326,12 @@ def _settled(model: Model, work: Work, running: float, slower: float = 1.0) -> W
         left = 1.0 - each * alone * _others(running)
         return each * alone / left if left > 0.0 else math.inf
 
-    # Beside those who decode prompts get no more of a step than it may be stretched by: if they need
-    # more they queue, and no more decode, however many places there are. Where they have more now
-    # (nobody decodes beside many of them), they may have that.
+    # Beside those who decode prompts get no more of a step than it may be stretched by: if they
+    # need more they queue, and no more decode, however many places there are.
     stretch = model.setup.step_stretch
-    prompts_most = (stretch - 1) / stretch if stretch > 1.0 else 1.0
-    prompts_most = max(prompts_most, rate * now.prompt_seconds)
+    prompts_most = 1.0
+    if stretch > 1.0 and model.is_beside:
+        prompts_most = max((stretch - 1) / stretch, rate * now.prompt_seconds)
     settled = work
     for _ in range(3):  # chunks depend on who decodes, and who decodes on the chunks
         low, high = min(1.0, running), max(1.0, running)
