@@ -161,16 +161,13 @@ EndReason end_reason(int reason) {
   return static_cast<EndReason>(reason);
 }
 
-std::unique_ptr<BoundEngine> make_engine(std::int64_t blocks, std::int32_t slots_per_block,
-                                         std::int64_t context_tokens, std::int64_t token_budget,
-                                         std::int64_t sequences_max, std::vector<Token> end_of_text,
-                                         std::int64_t aging_per_priority,
-                                         std::int64_t overtakes_max, std::int64_t preemptions_max,
-                                         std::int64_t step_time_max, std::int64_t step_stretch,
-                                         std::int64_t prefill_time_max, bool reuses_prefixes,
-                                         std::uint64_t seed, double cost_growth,
-                                         bool times_prefixes, bool times_books, bool forecast,
-                                         std::int64_t now) {
+std::unique_ptr<BoundEngine> make_engine(
+    std::int64_t blocks, std::int32_t slots_per_block, std::int64_t context_tokens,
+    std::int64_t token_budget, std::int64_t sequences_max, std::vector<Token> end_of_text,
+    std::int64_t aging_per_priority, std::int64_t overtakes_max, std::int64_t preemptions_max,
+    std::int64_t step_time_max, std::int64_t step_stretch, std::int64_t prefill_time_max,
+    bool reuses_prefixes, std::uint64_t seed, double cost_growth, bool times_prefixes,
+    bool times_books, bool forecast, std::int64_t now) {
   require(blocks >= 1 && blocks < (std::int64_t{1} << 31), "blocks must be from 1 to 2^31 - 1");
   require(slots_per_block >= 1, "slots_per_block must be at least 1");
   require(context_tokens >= 2, "context_tokens must be at least 2");
