@@ -37,6 +37,13 @@ async def server() -> AsyncIterator[ServerHarness]:
         yield server
 
 
+@pytest_asyncio.fixture
+async def full() -> AsyncIterator[ServerHarness]:
+    """A server whose eight places are taken whatever is going to happen to its memory."""
+    async with serving(forecast=False) as server:
+        yield server
+
+
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Servers that hang are given up sooner."""
@@ -198,8 +205,9 @@ async def test_an_engine_that_hangs_cannot_keep_the_server_from_ending() -> None
         assert len(server.log.of("engine_hangs")) == 1
 
 
-async def test_death_of_the_engine_ends_streams_and_the_server(server: ServerHarness) -> None:
+async def test_death_of_the_engine_ends_streams_and_the_server(full: ServerHarness) -> None:
     """Callers would wait for ever on a server that looks healthy and computes nothing."""
+    server = full
     gate = server.gate()
     watch = Watch(server)
     assert await watch.next() == SERVING

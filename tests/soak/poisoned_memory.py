@@ -25,6 +25,8 @@ if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parents[1] / "service")]
 
 import numpy as np
+import pytest
+from engine_harness import without_forecast
 from stepping import arrivals, served
 from tiny_model import write_gguf
 
@@ -187,7 +189,8 @@ class Verdict:
 
 def poisoned(reuses: int, seed: int, kv_format: str, poison: Poison = "fresh") -> Verdict:
     """Both runs, and what is wrong."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        without_forecast(patch)  # blocks are to be taken from those that run, too
         path = write_gguf(Path(folder) / "tiny.gguf", seed=seed)
         clean = PoisonedRun(path, kv_format, seed, "none").run(reuses)
         seen = PoisonedRun(path, kv_format, seed, poison).run(reuses)
