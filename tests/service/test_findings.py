@@ -387,6 +387,9 @@ def test_short_rests_of_prompts_are_no_small_chunks() -> None:
 
 def test_a_limit_that_is_off_is_not_to_be_raised() -> None:
     """The advice could not be followed."""
+    interval = Interval().prompts(3000, 8, 300, 0.012).asks(30, 800, 8)
+    interval.setup = replace(SETUP, prefill_step=0.0)
+    assert "chunk_too_small" not in interval.named
     interval = Interval().decodes(1000, 8, 200, 0.015).both(60, 8, 500, 0.4, 0.015)
     interval.asks(60, 500, 100)
     interval.traffic.delayed_time = 20 * SECOND
