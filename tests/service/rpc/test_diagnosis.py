@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
@@ -112,9 +113,22 @@ async def test_it_counts_what_happened(clinic: Clinic) -> None:
 
 async def test_whoever_began_waits_no_longer(clinic: Clinic) -> None:
     """Requests that came together would be said to wait until the first of them ends."""
-    asked = [clinic.their.ask(who, prompt(who, 30), max_tokens=60) for who in ("acme", "globex")]
+    gate, came = clinic.their.server.gate(), time.monotonic()
+    both = ("acme", "globex")
+    asked = [
+        asyncio.create_task(clinic.their.ask(who, prompt(who, 30), max_tokens=60)) for who in both
+    ]
+    # How long they waited until they began depends on the machine; then they run for far longer.
+    for done in range(6):
+        await until(lambda: gate.arrived > done)  # noqa: B023
+        gate.let(1)
+    await until(lambda: gate.arrived > 6)
+    await asyncio.sleep(0.1 + 4 * (time.monotonic() - came))
+    now = (await let_through(gate, clinic.diagnosis())).now
+    gate.open()
     await asyncio.gather(*asked)
-    assert (await clinic.diagnosis()).now.traffic.waiting < 0.5
+    assert now.traffic.requests == 2
+    assert 0 < now.traffic.waiting < 0.5
 
 
 async def test_no_less_could_be_reused_than_was(clinic: Clinic) -> None:
