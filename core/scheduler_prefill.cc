@@ -9,6 +9,9 @@ namespace kvledger {
 
 void Scheduler::note_tenants(Nanoseconds now) noexcept {
   const auto note = [&](const TenantLine* line) {
+    if (line->tenant() >= kServerTenants) {
+      return;  // it is done before anybody else comes
+    }
     if (line != last_line_ && last_line_ != nullptr) {
       others_until_ = now + kOthersStay;
     }

@@ -60,6 +60,8 @@ using BlockId = Id<struct BlockIdTag, std::uint32_t>;
 using SequenceId = Id<struct SequenceIdTag, std::uint64_t>;
 // Whom blocks are booked to; interned by the service.
 using TenantId = Id<struct TenantIdTag, std::uint32_t>;
+// Tenants from this one on are the server itself: what it tries and what it computes for all.
+constexpr TenantId kServerTenants{0x7ffffff0};
 // One request's line in the ledger.
 using RequestAccount = Id<struct RequestAccountTag, std::uint32_t>;
 // One row of the block tables.

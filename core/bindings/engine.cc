@@ -525,6 +525,7 @@ void bind_engine(py::module_& module) {
   bind_plan(module);
   bind_report(module);
   bind_arrivals(module);
+  module.attr("SERVER_TENANTS") = kServerTenants.value();
   py::class_<BatchView>(module, "Batch", "Ragged sequences of one step, for the KV kernels.")
       .def(py::init(&make_batch), py::kw_only(), py::arg("query_start").noconvert(),
            py::arg("context_length").noconvert(), py::arg("rows").noconvert(),

@@ -8,6 +8,7 @@ import numpy.typing as npt
 from typing_extensions import Buffer
 
 KV_FORMATS: tuple[str, ...]
+SERVER_TENANTS: int
 
 def instruction_sets() -> list[str]: ...
 def read_gguf(buffer: Buffer | npt.NDArray[Any]) -> GgufFile: ...

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import structlog
 
+from kvledger import _core
 from kvledger.admission import Admission, Caller
 from kvledger.engine import EndReason
 from kvledger.errors import InvalidRequest, SettingRefused
@@ -14,7 +15,7 @@ from kvledger.tenants.tenant import Tenant
 _log = structlog.get_logger(__name__)
 
 # Whom this work is booked to: a number that no registry gives out, and a name that none may have.
-SERVER = Tenant(name="(server)", number=2**31 - 1)
+SERVER = Tenant(name="(server)", number=_core.SERVER_TENANTS + 1)
 
 
 async def compute_public_prefixes(scopes: Scopes, admission: Admission) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import structlog
 
+from kvledger import _core
 from kvledger.engine import EndReason, Engine, Job, StepOutcome
 from kvledger.kept_history import first_losses, told_history
 from kvledger.sampling import Sampler, SamplingParameters
@@ -26,7 +27,7 @@ _log = structlog.get_logger(__name__)
 
 # Numbers that nobody else is ever given: of the first request, of a tenant, of a scope.
 _FIRST_SEQUENCE = 2**63
-TENANT = 2**31 - 2
+TENANT = _core.SERVER_TENANTS
 _SCOPE = 0
 # How long the core may take to forget what was tried, in seconds.
 _FORGET_SECONDS = 5.0

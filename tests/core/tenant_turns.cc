@@ -177,6 +177,9 @@ TEST_CASE("steps are short for whoever comes, while somebody else comes") {
     }
     return largest;
   };
+  const std::uint64_t server = kServerTenants.value() * std::uint64_t{1'000'000};
+  CHECK(largest_step(server) == 512);
+  CHECK(largest_step(server + 1'000'000) == 512);
   CHECK(largest_step(1'000'000) == 512);
   CHECK(largest_step(2'000'000) < 120);
   CHECK(largest_step(2'000'001) < 120);
