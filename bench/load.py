@@ -296,7 +296,7 @@ async def converse(
 
 async def closed_loop(
     client: Client,
-    conversations: Sequence[Conversation],
+    conversations: Iterable[Conversation],
     concurrency: int,
     timeout: float,
     think: float = 0.0,

@@ -1,10 +1,10 @@
 """How predictions turn out: twenty changes of batch, chunk, pool and threads, each predicted by a
 server's diagnosis and then made.
 
-    python -m bench.predictions [--only NAME] [--rounds 4] [--seed 1] [--json FILE]
+    python -m bench.predictions [--only NAME] [--rounds 2] [--seed 1] [--json FILE]
 
 For each change two servers run, one as it was and one with the change, and get the same kind of
-traffic in turn (was, changed, changed, was, ...), so that what else the machine does meets both.
+traffic in turn, so that what else the machine does meets both.
 `kvledger diagnose --if CHANGE` is asked of the first; what it predicted and what the second then
 did is what that one answers to `kvledger diagnose --against FILE`. The error of a figure is
 predicted over measured, less one.
@@ -13,6 +13,7 @@ predicted over measured, less one.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import itertools
 import json
 import os
@@ -21,8 +22,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,10 @@ from bench.arms.arm import ArmSettings, NotRun, default_cache, default_cores
 from bench.arms.kvledger import Kvledger
 from bench.arms.process import run_main
 from bench.company import Company
-from bench.load import OK, CallFailed, Words, closed_loop, single_requests
+from bench.load import OK, CallFailed, Conversation, Words, closed_loop, single_requests
 from bench.serve import count
 from kvledger import _core
+from kvledger.diagnosis.history import GRAIN
 from kvledger.v1 import diagnosis_pb2, diagnosis_pb2_grpc
 
 MODEL = "smollm2-135m-instruct"
@@ -44,8 +46,10 @@ MODEL = "smollm2-135m-instruct"
 ERROR_MAX = 0.10
 _TIMEOUT = 120.0
 _BLOCKS = 1024
-# Of each caller, in a round: at its end fewer and fewer are left, and that is not to weigh much.
-_REQUESTS = 6
+# Of each caller, in a round.
+_REQUESTS = 8
+# Of a round, in seconds: no caller has had its first answer.
+_BEGINNING = 2.0
 # Figures that are told but that a change is not about are left out: they would only make the
 # median better.
 _FIGURES = {
@@ -127,19 +131,21 @@ class Server:
         operators = ("--operators-listen", f"unix:{self._door}")
         self.arm = Kvledger(settings, [*case.arguments(value), *operators])
 
-    async def diagnosis(self, **fields: Any) -> diagnosis_pb2.DiagnoseResponse:
-        """Of all the time that it has served."""
+    async def diagnosis(self, seconds: float, **fields: Any) -> diagnosis_pb2.DiagnoseResponse:
+        """Of the last so many."""
         async with grpc.aio.insecure_channel(f"unix:{self._door}") as channel:
             stub = diagnosis_pb2_grpc.DiagnosisServiceStub(channel)  # type: ignore[no-untyped-call]
-            request = diagnosis_pb2.DiagnoseRequest(
-                interval=duration_pb2.Duration(seconds=86_400), **fields
-            )
+            interval = duration_pb2.Duration(nanos=round(seconds % 1 * 1e9), seconds=int(seconds))
+            request = diagnosis_pb2.DiagnoseRequest(interval=interval, **fields)
             answer: diagnosis_pb2.DiagnoseResponse = await stub.Diagnose(request, timeout=30)
             return answer
 
 
-async def load(server: Server, case: Case, words: Words, seed: int) -> None:
-    """A round of its traffic. Raises CallFailed if any of it fails."""
+async def under_load(
+    server: Server, case: Case, words: Words, seed: int, **fields: Any
+) -> diagnosis_pb2.DiagnoseResponse:
+    """What it says of a round of its traffic, without the beginning and the end of it, where fewer
+    callers are there. Raises CallFailed if any of the traffic fails."""
     chance = random.Random(seed)
 
     def around(mean: int) -> int:
@@ -147,47 +153,73 @@ async def load(server: Server, case: Case, words: Words, seed: int) -> None:
 
     lengths = [(around(case.prompt), around(case.output)) for _ in range(_REQUESTS * case.callers)]
     requests = single_requests(words, lengths)
-    for record in await closed_loop(server.arm, requests, case.callers, _TIMEOUT):
+    none_is_left = asyncio.Event()
+
+    def until_none_is_left() -> Iterator[Conversation]:
+        yield from requests
+        none_is_left.set()
+
+    async def asked() -> diagnosis_pb2.DiagnoseResponse:
+        began = time.monotonic()
+        await none_is_left.wait()
+        # To the grain of what the server keeps: it may begin that much earlier.
+        seconds = time.monotonic() - began - _BEGINNING - GRAIN
+        if seconds < GRAIN:
+            raise NotRun(f"{case.name}: a round takes too short a time")
+        return await server.diagnosis(seconds, **fields)
+
+    loop = closed_loop(server.arm, until_none_is_left(), case.callers, _TIMEOUT)
+    answer, records = await asyncio.gather(asked(), loop)
+    for record in records:
         if record.status != OK:
             raise CallFailed(record.status, record.reason)
+    return answer
 
 
-async def outcome(
+async def outcomes(
     case: Case, rounds: int, seed: int, cores: tuple[int, ...], folder: Path
-) -> tuple[diagnosis_pb2.DiagnoseResponse, float]:
-    """What the changed server says of the other one's predictions; and what others used."""
+) -> tuple[list[diagnosis_pb2.DiagnoseResponse], float]:
+    """What the changed server says of the other one's predictions, by round; and what others
+    used."""
     was, changed = (Server(case, value, cores, folder) for value in (case.before, case.after))
     words = Words(seed, 40_000)
+    change = diagnosis_pb2.Change()
+    setattr(change, case.kind, case.after)
     try:
         for server in (was, changed):
             await server.arm.start()
-            await load(server, replace(case, callers=2), words, seed)
         company = Company(cores, [was.arm.group, changed.arm.group])
-        order = itertools.chain.from_iterable(
-            (was, changed) if (number + seed) % 2 == 0 else (changed, was)
-            for number in range(rounds)
-        )
-        for number, server in enumerate(order):
-            await load(server, case, words, seed + number // 2)  # both get the same lengths
-        change = diagnosis_pb2.Change()
-        setattr(change, case.kind, case.after)
-        before = await was.diagnosis(what_if=[change])
-        return await changed.diagnosis(earlier=before.now), company.share()
+        found = []
+        for number in range(rounds):
+            # Both get the same lengths.
+            before = await under_load(was, case, words, seed + number, what_if=[change])
+            found.append(await under_load(changed, case, words, seed + number, earlier=before.now))
+        return found, company.share()
     finally:
         for server in (was, changed):
             await server.arm.stop()
 
 
 def figures_of(
-    case: Case, response: diagnosis_pb2.DiagnoseResponse
+    case: Case, responses: Sequence[diagnosis_pb2.DiagnoseResponse]
 ) -> dict[str, tuple[float, float]]:
-    """(predicted, came) by figure, of those that the change is about. Raises NotRun without any."""
-    if not response.outcomes:
-        raise NotRun(f"{case.name}: nothing was predicted; {'; '.join(response.changes)}")
+    """(predicted, came) by figure, of those that the change is about, on average over the rounds.
+    Raises NotRun without any."""
+    figures: dict[str, list[tuple[float, float]]] = {name: [] for name in _FIGURES[case.kind]}
+    for response in responses:
+        if not response.outcomes:
+            raise NotRun(f"{case.name}: nothing was predicted; {'; '.join(response.changes)}")
+        for figure in response.outcomes[0].figures:
+            if figure.name in figures:
+                figures[figure.name].append((figure.predicted, figure.came))
+    figures = {name: pairs for name, pairs in figures.items() if pairs}
     return {
-        figure.name: (figure.predicted, figure.came)
-        for figure in response.outcomes[0].figures
-        if figure.name in _FIGURES[case.kind]
+        name: (
+            statistics.mean(said for said, _ in pairs),
+            statistics.mean(came for _, came in pairs),
+        )
+        for name, pairs in figures.items()
+        if pairs
     }
 
 
@@ -202,10 +234,10 @@ async def run(options: argparse.Namespace) -> int:
     for number, case in enumerate(cases):
         with tempfile.TemporaryDirectory() as folder:
             try:
-                response, others = await outcome(
+                responses, others = await outcomes(
                     case, options.rounds, options.seed + number, cores, Path(folder)
                 )
-                figures = figures_of(case, response)
+                figures = figures_of(case, responses)
             except (NotRun, CallFailed) as error:
                 print(f"bench.predictions: {error}", file=sys.stderr)
                 return 1
@@ -245,7 +277,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--only", default="", metavar="NAME", help="changes with this in their name"
     )
-    parser.add_argument("--rounds", type=count, default=4, help="of each server")
+    parser.add_argument("--rounds", type=count, default=2, help="of each server")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, metavar="FILE")
     return parser.parse_args(arguments)

@@ -15,18 +15,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from kvledger.diagnosis.counts import DECODE, PREFILL, Counts
+from kvledger.diagnosis.counts import BOTH, DECODE, PREFILL, PREFILL_ONLY, Counts
 from kvledger.diagnosis.observation import Observation, Setup
-from kvledger.diagnosis.step_fit import (
-    PhaseFit,
-    decode_floor,
-    fit_phase,
-)
+from kvledger.diagnosis.step_fit import PhaseFit, decode_floor, fit_phase
+from kvledger.diagnosis.turns import Request, in_turns
 
 # Requests that ended, from which an interval tells what one takes.
 _ENDED_LEAST = 3
 # Of the pool's blocks, those that can be live at a time: the last ones are seldom got.
 _POOL_USABLE = 0.95
+# How often two things that depend on each other are looked at in turn.
+_SETTLES = 20
 
 Kind = Literal[
     "more_sequences",
@@ -81,10 +80,7 @@ class Work:
     prefill: PhaseFit | None
     sequences: float  # that decode in a step
     context: float  # tokens before each token
-    # Of a request, on average: tokens that are made in decode steps, prompt tokens that are
-    # computed, the keys that these read, and the steps in which they are computed. None where too
-    # few ended.
-    request: Request | None
+    request: Request | None  # on average; None where too few ended
     chunk_most: float  # prompt tokens that a step has at most
 
     @property
@@ -129,16 +125,6 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Request:
-    """See Work."""
-
-    output: float
-    prompt: float
-    keys: float
-    chunks: float
-
-
-@dataclass(frozen=True)
 class Crowd:
     """Requests in the core while a step runs, on average."""
 
@@ -159,9 +145,7 @@ class Model:
     kernels_share: float
     # Of a decode step's kernels, the part in which memory is what binds.
     memory_share: float
-    # Whether prompts are computed beside those who decode, and in chunks as long as these can bear.
-    is_beside: bool
-    is_stretched: bool
+    is_stretched: bool  # whether chunks are as long as those who decode beside them can bear
 
     @property
     def fits(self) -> float:
@@ -180,7 +164,7 @@ def fit(seen: Observation, counts: Counts) -> Model | None:
         prefill=fit_phase(counts, PREFILL, costs),
         sequences=seen.decode.tokens / seen.decode.steps,
         context=seen.decode.keys / seen.decode.tokens,
-        request=_request(seen),
+        request=(request := _request(seen, counts)),
         chunk_most=_chunk_most(seen),
     )
     return Model(
@@ -191,20 +175,25 @@ def fit(seen: Observation, counts: Counts) -> Model | None:
         if seen.step_seconds
         else 1.0,
         memory_share=min(1.0, seen.decode.memory_share) if seen.setup.is_measured else 0.5,
-        is_beside=_is_beside(seen),
-        is_stretched=_is_stretched(seen),
+        is_stretched=_is_stretched(seen, request),
     )
 
 
-def _request(seen: Observation) -> Request | None:
+def _request(seen: Observation, counts: Counts) -> Request | None:
     ended = seen.traffic.ended
     if ended < _ENDED_LEAST:
         return None
+    prompt = seen.prefill.tokens / ended
+    most = min(float(seen.setup.token_budget), max(1.0, prompt))
+    alone_steps, _, alone_tokens = (int(each) for each in counts.mixtures[PREFILL_ONLY][:3])
+    beside_steps = int(counts.mixtures[BOTH][0])
     return Request(
         output=seen.decode.tokens / ended,
-        prompt=seen.prefill.tokens / ended,
+        prompt=prompt,
         keys=seen.prefill.keys / ended,
         chunks=seen.prefill.steps / ended,
+        beside=(seen.prefill.tokens - alone_tokens) / beside_steps if beside_steps else most,
+        alone=alone_tokens / alone_steps if alone_steps else most,
     )
 
 
@@ -218,13 +207,12 @@ def _chunk_most(seen: Observation) -> float:
     return budget
 
 
-def _is_beside(seen: Observation) -> bool:
-    return seen.mixed_steps > 0.5 * seen.prefill.steps
-
-
-def _is_stretched(seen: Observation) -> bool:
-    most = min(float(seen.setup.token_budget), seen.computed_prompt)
-    return _is_beside(seen) and seen.prefill.tokens_per_step < 0.8 * most
+def _is_stretched(seen: Observation, request: Request | None) -> bool:
+    """Whether prompts come in chunks as long as those who decode beside them can bear."""
+    setup = seen.setup
+    if request is None or setup.step_stretch <= 1.0 or setup.tpot_target is not None:
+        return False
+    return request.beside < 0.8 * min(float(setup.token_budget), seen.computed_prompt)
 
 
 def _crowd(seen: Observation) -> Crowd:
@@ -305,72 +293,28 @@ def _running(model: Model, most: int, blocks: int) -> float:
     return min(crowd.here, float(most), room)
 
 
-def _settled(model: Model, work: Work, running: float, slower: float = 1.0) -> Work:
-    """`work` with as many sequences decoding as there will be of so many that run.
-
-    Who runs computes its prompt or decodes. Prompts share what steps have for them, so they are a
-    queue: who comes finds those that are in it and takes as much longer (mean value analysis, in
-    Schweitzer's approximation of 1979). What one takes alone follows from how many are in it now;
-    `slower` is how much longer that will be.
-    """
-    crowd, now = model.crowd, model.work
-    rate = now.requests_rate
-    if crowd.running <= 0.0 or rate is None:
+def _settled(model: Model, work: Work, running: float) -> Work:
+    """`work` with as many sequences decoding as there will be of so many that run."""
+    crowd, now, request = model.crowd, model.work, work.request
+    if crowd.running <= 0.0 or now.request is None or request is None:
         share = running / crowd.running if crowd.running > 0.0 else 1.0
         return replace(work, sequences=max(1.0, now.sequences * share))
-    prompts = max(0.0, crowd.running - now.sequences)
-    alone = slower * prompts / (1.0 + prompts * _others(crowd.running)) / rate
-
-    def in_prompts(each: float) -> float:
-        """Of `running`, those in their prompts, with so many requests a second."""
-        left = 1.0 - each * alone * _others(running)
-        return each * alone / left if left > 0.0 else math.inf
-
-    # Beside those who decode prompts get no more of a step than it may be stretched by: if they
-    # need more they queue, and no more decode, however many places there are.
-    stretch = model.setup.step_stretch
-    prompts_most = 1.0
-    if stretch > 1.0 and model.is_beside:
-        prompts_most = max((stretch - 1) / stretch, rate * now.prompt_seconds)
+    # What is not in the model, such as the end of a load, is taken to stay as it is.
+    known = in_turns(crowd.running, now.request)
     settled = work
-    for _ in range(3):  # chunks depend on who decodes, and who decodes on the chunks
-        low, high = min(1.0, running), max(1.0, running)
-        for _ in range(50):
-            middle = (low + high) / 2
-            tried = replace(settled, sequences=middle)
-            told = tried.requests_rate or 0.0
-            fits = (
-                middle + in_prompts(told) < running and told * tried.prompt_seconds < prompts_most
-            )
-            low, high = (middle, high) if fits else (low, middle)
+    for _ in range(_SETTLES):  # chunks depend on who decodes, and who decodes on the chunks
+        turns = in_turns(running, request)
         settled = replace(
-            settled, sequences=low, request=_stretched(model, work, low) or settled.request
+            work,
+            sequences=max(min(1.0, running), turns.decoding * now.sequences / known.decoding),
+            request=replace(request, chunks=turns.chunks * now.request.chunks / known.chunks),
         )
+        if model.is_stretched and settled.request is not None:
+            # The longer decoding takes, the longer the prompts beside it may.
+            longer = settled.decode_step / now.decode_step
+            most = max(work.chunk_most, work.request.beside) if work.request else math.inf
+            request = replace(request, beside=min(most, now.request.beside * longer))
     return settled
-
-
-def _others(running: float) -> float:
-    """Of those that run, the share that one of them sees."""
-    return max(0.0, running - 1.0) / running if running > 0.0 else 0.0
-
-
-def _stretched(model: Model, work: Work, sequences: float) -> Request | None:
-    """A request's chunks where a step with prompts may take so many times as long as decoding
-    alone: the more decode, the longer they may be. None where something else limits them."""
-    setup, request, fit = model.setup, work.request, work.prefill
-    if request is None or fit is None or fit.token <= 0.0 or request.prompt <= 0.0:
-        return None
-    stretch = setup.step_stretch
-    if stretch <= 1.0 or setup.tpot_target is not None or not model.is_stretched:
-        return None
-
-    def chunk(decoding: float) -> float:
-        step = work.decode.seconds(decoding, decoding * work.context)
-        room = ((stretch - 1) * step - fit.fixed) / fit.token
-        return min(max(1.0, room), work.chunk_most, request.prompt)
-
-    longer = chunk(sequences) / chunk(model.work.sequences)
-    return replace(request, chunks=max(1.0, request.chunks / longer))
 
 
 def _more(model: Model, change: Change, more: int) -> Prediction:
@@ -413,13 +357,15 @@ def _chunks(model: Model, change: Change, budget: int) -> Prediction:
     elif request is not None and request.prompt > 0.0 and request.chunks > 0.0:
         # As many more or fewer as the same prompt has alone.
         had, gets = (math.ceil(request.prompt / size) for size in (work.chunk_most, most))
-        chunks = request.chunks * gets / had
-        changed = replace(changed, request=replace(request, chunks=chunks))
-        # Each chunk waits for those who decode beside it.
-        slower = (chunks * work.decode_step + changed.prompt_seconds) / (
-            request.chunks * work.decode_step + work.prompt_seconds
+        parts = gets / had
+        chunked = replace(
+            request,
+            chunks=request.chunks * parts,
+            beside=request.beside / parts,
+            alone=request.alone / parts,
         )
-        changed = _settled(model, changed, model.crowd.running, slower)
+        changed = replace(changed, request=chunked)
+        changed = _settled(model, changed, model.crowd.running)
     return _told(change, "prefill" if budget > now else "none", changed, None, caution)
 
 
