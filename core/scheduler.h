@@ -91,7 +91,7 @@ struct SchedulerSettings {
   Nanoseconds aging_per_priority = 5'000'000'000;
   std::int64_t overtakes_max = 16;
   std::int64_t preemptions_max = 3;
-  // Longest step while somebody decodes; 0 is no limit of this kind.
+  // Longest step while somebody decodes who has no limit of its own; 0 is no limit of this kind.
   Nanoseconds step_time_max = 0;
   // The same as a multiple of what decoding alone would take, in thousandths; 0 is no limit.
   std::int64_t step_stretch = 0;
@@ -193,7 +193,8 @@ class Scheduler {
   bool may_run(TenantId tenant) const noexcept;
   void note_tenants(Nanoseconds now) noexcept;
   std::int64_t prefill_room(std::int64_t budget, Nanoseconds now) const;
-  std::int64_t decode_room(std::int64_t budget) const;
+  Nanoseconds decode_limit() const noexcept;
+  std::int64_t decode_room(std::int64_t budget, Nanoseconds longest) const;
   std::int64_t computed_by_first() const;
   bool decodes_are_protected() const;
   void note_oldest() noexcept;

@@ -30,9 +30,10 @@ std::int64_t Scheduler::prefill_room(std::int64_t budget, Nanoseconds now) const
   if (candidates_.empty()) {
     return budget;
   }
-  const bool limited = settings_.step_time_max > 0 || settings_.step_stretch > 0;
-  if (limited && decode_chunks_ > 0 && decodes_are_protected()) {
-    return decode_room(budget);
+  const Nanoseconds longest = decode_limit();
+  const bool limited = longest > 0 || settings_.step_stretch > 0;
+  if (limited && decode_chunks_ > 0 && (longest > 0 || decodes_are_protected())) {
+    return decode_room(budget, longest);
   }
   if (settings_.prefill_time_max == 0 || now >= others_until_) {
     return budget;
@@ -42,13 +43,20 @@ std::int64_t Scheduler::prefill_room(std::int64_t budget, Nanoseconds now) const
   return std::min(budget, std::max(fits, kChunkLeast));
 }
 
-// Whether somebody decodes whom the tenant that comes next may not hold up: all do but the
-// sequences of tenants that were given more and still have more to compute themselves, and they too
-// where there is a limit in time.
-bool Scheduler::decodes_are_protected() const {
-  if (settings_.step_time_max > 0) {
-    return true;
+// The shortest of the limits in time of those who decode; 0 is none.
+Nanoseconds Scheduler::decode_limit() const noexcept {
+  Nanoseconds shortest = 0;
+  for (const Chunk& chunk : chunks_) {
+    const Nanoseconds own = chunk.sequence->step_time_max;
+    const Nanoseconds limit = own > 0 ? own : settings_.step_time_max;
+    shortest = limit > 0 && (shortest == 0 || limit < shortest) ? limit : shortest;
   }
+  return shortest;
+}
+
+// Whether somebody decodes whom the tenant that comes next may not hold up: all do but the
+// sequences of tenants that were given more and still have more to compute themselves.
+bool Scheduler::decodes_are_protected() const {
   std::int64_t least = candidates_.front().sequence->line->service();
   for (const Candidate& candidate : candidates_) {
     least = std::min(least, candidate.sequence->line->service());
@@ -62,7 +70,7 @@ bool Scheduler::decodes_are_protected() const {
 
 // Prompt tokens beside which those who decode wait no longer than the limit says. Now and then
 // none: what is left for them is told by how long decoding alone takes, and that has to be known.
-std::int64_t Scheduler::decode_room(std::int64_t budget) const {
+std::int64_t Scheduler::decode_room(std::int64_t budget, Nanoseconds longest) const {
   if (step_time_.needs_decode()) {
     return 0;
   }
@@ -73,7 +81,6 @@ std::int64_t Scheduler::decode_room(std::int64_t budget) const {
     keys += keys_of_chunk(chunk.sequence->computed, chunk.tokens);
   }
   const Nanoseconds decode = step_time_.decode_time(tokens, keys);
-  Nanoseconds longest = settings_.step_time_max;
   if (settings_.step_stretch > 0) {
     const Nanoseconds stretched = decode / 1000 * settings_.step_stretch;
     longest = longest > 0 ? std::min(longest, stretched) : stretched;

@@ -16,6 +16,7 @@ Sequence::Sequence(const Arrival& arrival, std::vector<Token> prompt,
       output_tokens_max(arrival.output_tokens_max),
       ignore_end_of_text(arrival.ignore_end_of_text),
       arrived_at(arrival.arrived_at),
+      step_time_max(arrival.step_time_max),
       tokens(std::move(prompt)),
       scopes(arrival.scopes),
       activity_since(arrival.arrived_at) {}

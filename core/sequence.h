@@ -83,6 +83,8 @@ struct Arrival {
   Nanoseconds arrived_at = 0;
   // Lower runs first.
   std::int32_t priority = 0;
+  // Longest step while it decodes; 0 is the scheduler's own limit.
+  Nanoseconds step_time_max = 0;
   // Most output tokens of a sample, at least 1.
   std::int64_t output_tokens_max = 1;
   bool ignore_end_of_text = false;
@@ -133,6 +135,7 @@ struct Sequence {
   const std::int64_t output_tokens_max;
   const bool ignore_end_of_text;
   const Nanoseconds arrived_at;
+  const Nanoseconds step_time_max;  // while it decodes; 0 is the scheduler's
   // Most tokens that it may reach.
   std::int64_t tokens_max = 0;
 

@@ -105,6 +105,7 @@ struct ArrivalArrays {
   Array<std::uint32_t> shared_scopes;
   Array<std::int64_t> shared_tokens;
   Array<std::uint8_t> scope_flags;
+  Array<std::int64_t> step_times_max;
 
   PrefixScopes scopes(py::ssize_t index) const {
     const std::uint8_t flags = scope_flags.at(index);
@@ -130,7 +131,8 @@ struct ArrivalArrays {
                 output_tokens_max.size() == count && ignore_end_of_text.size() == count &&
                 samples.size() == count && offsets.size() == count + 1 &&
                 own_scopes.size() == count && shared_scopes.size() == count &&
-                shared_tokens.size() == count && scope_flags.size() == count,
+                shared_tokens.size() == count && scope_flags.size() == count &&
+                step_times_max.size() == count,
             "arrival arrays differ in length");
     require(offsets.at(0) == 0 && offsets.at(count) == tokens.size(),
             "arrival offsets do not cover the tokens");
@@ -145,6 +147,8 @@ struct ArrivalArrays {
       arrival.ignore_end_of_text = ignore_end_of_text.at(i);
       arrival.samples = samples.at(i);
       arrival.scopes = scopes(i);
+      arrival.step_time_max = step_times_max.at(i);
+      require(arrival.step_time_max >= 0, "step_times_max cannot be negative");
       require(arrival.samples >= 1 && arrival.samples <= kSamplesMax,
               "a request has 1 to 16 samples");
       const auto first = static_cast<std::size_t>(offsets.at(i));
@@ -448,7 +452,8 @@ void bind_arrivals(py::module_& module) {
                        Array<std::int32_t> tokens, std::optional<Array<std::uint32_t>> own_scopes,
                        std::optional<Array<std::uint32_t>> shared_scopes,
                        std::optional<Array<std::int64_t>> shared_tokens,
-                       std::optional<Array<std::uint8_t>> scope_flags) {
+                       std::optional<Array<std::uint8_t>> scope_flags,
+                       std::optional<Array<std::int64_t>> step_times_max) {
              const py::ssize_t count = ids.size();
              return ArrivalArrays{std::move(ids),
                                   std::move(tenants),
@@ -462,7 +467,8 @@ void bind_arrivals(py::module_& module) {
                                   or_zeros(std::move(own_scopes), count),
                                   or_zeros(std::move(shared_scopes), count),
                                   or_zeros(std::move(shared_tokens), count),
-                                  or_zeros(std::move(scope_flags), count)};
+                                  or_zeros(std::move(scope_flags), count),
+                                  or_zeros(std::move(step_times_max), count)};
            }),
            py::kw_only(), py::arg("ids").noconvert(), py::arg("tenants").noconvert(),
            py::arg("arrived_at").noconvert(), py::arg("priorities").noconvert(),
@@ -472,8 +478,10 @@ void bind_arrivals(py::module_& module) {
            py::arg("shared_scopes").noconvert() = py::none(),
            py::arg("shared_tokens").noconvert() = py::none(),
            py::arg("scope_flags").noconvert() = py::none(),
+           py::arg("step_times_max").noconvert() = py::none(),
            "Without scopes nothing is kept or reused. Flags: 1 keeps, 2 reuses, 4 has a shared "
-           "scope, 8 writes it, 16 stays.");
+           "scope, 8 writes it, 16 stays. `step_times_max` are the nanoseconds of the longest step while "
+           "each decodes; 0 is the engine's own limit.");
 }
 
 // What is of the prefix index and of tenants' shares.

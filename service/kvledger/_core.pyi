@@ -179,6 +179,7 @@ class Arrivals:
         shared_scopes: npt.NDArray[np.uint32] | None = ...,
         shared_tokens: npt.NDArray[np.int64] | None = ...,
         scope_flags: npt.NDArray[np.uint8] | None = ...,
+        step_times_max: npt.NDArray[np.int64] | None = ...,
     ) -> None: ...
 
 class Books:

@@ -39,6 +39,7 @@ from kvledger.tenants.registry import DEV_TENANT
 from kvledger.tenants.shares import CoreShare, PoolShape
 from kvledger.tenants.tenant import Tenant
 from kvledger.tenants.usage import Phase, Place, TenantUsage
+from kvledger.tpot_targets import step_time_max
 
 _log = structlog.get_logger(__name__)
 
@@ -136,6 +137,7 @@ class Admission:
         *,
         queued_tokens_max: int | None = None,
         pool: PoolShape | None = None,
+        tpot_target: float | None = None,
         set_shares: Callable[[Sequence[CoreShare]], None] = lambda shares: None,
         on_refusal: Callable[[str], None] = lambda reason: None,
         on_receipt: Callable[[Receipt, bool], None] = lambda receipt, shares_public: None,
@@ -147,18 +149,19 @@ class Admission:
         """`context_tokens` is the model's context window, `queued_max` the most that may wait.
 
         `places` is how many sequences may run at once. `queued_tokens_max` are the prompt tokens
-        that may wait over all tenants. With a `pool`, `set_shares` is told what tenants may have of
-        it whenever that changes. `on_refusal` is told why a request did not enter: one of
-        metrics.REFUSALS. `on_receipt` is told each receipt, and whether what the request shares is
-        a public prefix; `record` each request that has ended, with a receipt or not; `price` puts
-        its cost into each receipt; `on_arrival` is told each request that enters: whose it is,
-        which cached blocks it could begin with, and its prompt. `on_crowd` is told
-        whenever `crowd` has changed: whose requests, and how many more of them are open and wait in
-        the core.
+        that may wait over all tenants, `tpot_target` the server's target in seconds. With a `pool`,
+        `set_shares` is told what tenants may have of it whenever that changes. `on_refusal` is told
+        why a request did not enter: one of metrics.REFUSALS. `on_receipt` is told each receipt, and
+        whether what the request shares is a public prefix; `record` each request that has ended,
+        with a receipt or not; `price` puts its cost into each receipt; `on_arrival` is told each
+        request that enters: whose it is, which cached blocks it could begin with, and its prompt.
+        `on_crowd` is told whenever `crowd` has changed: whose requests, and how many more of them
+        are open and wait in the core.
         """
         self._engine = engine
         self._context_tokens = context_tokens
         self._quotas = Quotas(queued_max, queued_tokens_max, places, pool)
+        self._tpot_target = tpot_target
         self._set_shares = set_shares
         self._on_refusal = on_refusal
         self._on_receipt = on_receipt
@@ -289,15 +292,18 @@ class Admission:
         label: str = "",
         trace: str = "",
         is_chat: bool = False,
+        tpot_target: float | None = None,
     ) -> Ticket:
         """Submits a request to the engine, or lets it wait for others of its tenant to end.
 
         Raises InvalidRequest, TenantClosed, TenantLimitReached, QueueFull, QueuedTokensFull or
         ServerDraining. `max_tokens` None is the room there is.
         `scopes` is held until the request has its receipt; `label` is its client's name for it,
-        `trace` what it is a part of.
+        `trace` what it is a part of. `tpot_target` are the seconds that it asks for
+        (tpot_targets.py).
         """
         arrived_at = time.monotonic_ns()
+        step_max = step_time_max(self._tpot_target, caller.account.limits, tpot_target)
         try:
             usage = self._let_in(caller, len(prompt), arrived_at)
         except _REFUSED as error:
@@ -330,6 +336,7 @@ class Admission:
             samples=samples,
             prompt_logprobs=prompt_logprobs,
             scopes=prefix_scopes,
+            step_time_max=step_max,
         )
         self._take_in(job, place, arrived_at)
         return Ticket(request_id, sequence, mailbox, len(prompt), usage, constraint, scopes, label)

@@ -36,6 +36,7 @@ def as_arrays(jobs: Sequence[Job]) -> _core.Arrivals | None:
         shared_scopes=np.array([job.scopes.shared or 0 for job in jobs], dtype=np.uint32),
         shared_tokens=np.array([job.scopes.shared_tokens for job in jobs], dtype=np.int64),
         scope_flags=np.array([_scope_flags(job) for job in jobs], dtype=np.uint8),
+        step_times_max=np.array([job.step_time_max for job in jobs], dtype=np.int64),
     )
 
 

@@ -46,6 +46,8 @@ class Job:
     prompt_logprobs: int | None = None
     # Whose cached prefixes it may begin with, and where its own are kept.
     scopes: PrefixScopes = NO_REUSE
+    # Nanoseconds of the longest step while it decodes; 0 is the server's target.
+    step_time_max: int = 0
 
     @property
     def sequences(self) -> range:

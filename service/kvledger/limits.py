@@ -12,6 +12,8 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from google.protobuf import duration_pb2
+
 from kvledger.errors import FieldViolation, InvalidRequest
 from kvledger.v1 import generation_pb2, models_pb2
 
@@ -93,6 +95,7 @@ _TABLE = (
     Limit("samples", 1, 16, "samples"),
     Limit("priority", -10, 10, ""),
     Limit("queue_timeout", 0.0, 3600.0, "seconds"),
+    Limit("tpot_target", 0.001, 60.0, "seconds"),
 )
 
 LIMITS = {limit.field: limit for limit in _TABLE}
@@ -180,17 +183,18 @@ def _generate_violations(
         yield from _constraint_violations(request.constraint)
     yield from _cache_violations(request)
     yield from _counted("priority", "priority", request.priority)
-    if request.HasField("queue_timeout"):
-        timeout = request.queue_timeout
-        seconds = timeout.seconds + timeout.nanos / 1e9
-        found = list(_counted("queue_timeout", "queue_timeout", seconds))
-        if not found and not 0 <= timeout.nanos < 10**9:
-            found.append(
-                FieldViolation(
-                    "queue_timeout.nanos", f"{timeout.nanos}, allowed are 0 to 999999999"
-                )
-            )
-        yield from found
+    for field in ("queue_timeout", "tpot_target"):
+        if request.HasField(field):
+            yield from _duration_violations(field, getattr(request, field))
+
+
+def _duration_violations(field: str, duration: duration_pb2.Duration) -> Iterator[FieldViolation]:
+    found = list(_counted(field, field, duration.seconds + duration.nanos / 1e9))
+    if not found and not 0 <= duration.nanos < 10**9:
+        found.append(
+            FieldViolation(f"{field}.nanos", f"{duration.nanos}, allowed are 0 to 999999999")
+        )
+    yield from found
 
 
 def _prompt_violations(

@@ -184,6 +184,7 @@ class Server:
             settings.sequences_max,
             queued_tokens_max=settings.max_queued_tokens,
             pool=self._model.pool,
+            tpot_target=settings.tpot_target,
             set_shares=self._engine.set_shares,
             on_refusal=self._on_refusal,
             on_receipt=self._work_metrics.on_receipt,

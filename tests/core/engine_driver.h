@@ -39,6 +39,7 @@ class EngineDriver {
     std::int32_t priority = 0;
     bool ignore_end_of_text = false;
     std::int64_t samples = 1;
+    Nanoseconds step_time_max = 0;
     PrefixScopes scopes;
   };
 
@@ -55,6 +56,7 @@ class EngineDriver {
     arrival.output_tokens_max = output_tokens_max;
     arrival.ignore_end_of_text = manner.ignore_end_of_text;
     arrival.samples = manner.samples;
+    arrival.step_time_max = manner.step_time_max;
     arrival.scopes = manner.scopes;
     const bool accepted = engine.accept(arrival, prompt);
     look();

@@ -436,6 +436,40 @@ TEST_CASE("a step is kept short while somebody decodes, and long when nobody doe
   CHECK(run_step() == 512);
 }
 
+TEST_CASE("a step is as short as the most sensitive of those who decode in it wants it") {
+  // If this fails, a tenant's target is another's, or holds while nobody of it decodes.
+  EngineSettings settings = engine_of(2000, 16, 512, 8);
+  settings.scheduler.step_time_max = 60'000'000;
+  EngineDriver driver(settings);
+  const auto largest = [&driver](int steps) {
+    std::int64_t prompt = 0;
+    for (int i = 0; i < steps; ++i) {
+      const StepPlanView& view = driver.plan();
+      prompt = std::max<std::int64_t>(prompt, view.header.tokens - view.header.decode_tokens);
+      driver.now += (10 + view.header.tokens) * 1'000'000;
+      driver.commit_one_each(view);
+    }
+    return prompt;
+  };
+  driver.accept(1, 4, 100'000);
+  driver.accept(2, 20'000, 1);
+  largest(100);
+  CHECK(largest(100) >= 46);  // 60 ms less 10 and its own token
+  CHECK(largest(100) <= 49);
+  driver.manner.step_time_max = 30'000'000;
+  driver.accept(3, 4, 60);
+  largest(2);  // its prompt
+  CHECK(largest(50) <= 18);
+  driver.manner.step_time_max = 200'000'000;
+  largest(20);
+  REQUIRE(driver.receipts.contains(3));
+  driver.accept(4, 4, 100'000);
+  largest(2);
+  CHECK(largest(30) <= 48);  // the server's own target holds for the first
+  driver.end(std::vector<std::uint64_t>{1});
+  CHECK(largest(30) >= 120);
+}
+
 TEST_CASE("a server that always has prompts finds out how much of them its steps can take") {
   // If this fails, a server that starts under load takes prompts a few tokens at a time for as long
   // as the load lasts.

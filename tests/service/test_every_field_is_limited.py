@@ -25,6 +25,8 @@ _ELSEWHERE = {
     "sampling.seed": "any number is a seed",
     "queue_timeout.seconds": "queue_timeout",
     "queue_timeout.nanos": "queue_timeout",
+    "tpot_target.seconds": "tpot_target",
+    "tpot_target.nanos": "tpot_target",
 }
 # What the table calls the limit of a field, where that is not the field's path.
 _NAMES = {

@@ -93,6 +93,13 @@ def calling(count: int) -> generation_pb2.GenerateRequest:
     return generate(chat=generation_pb2.ChatPrompt(messages=[message]))
 
 
+def aiming(seconds: float) -> generation_pb2.GenerateRequest:
+    request = generate()
+    request.tpot_target.seconds = int(seconds)
+    request.tpot_target.nanos = round((seconds - int(seconds)) * 1e9)
+    return request
+
+
 def waiting(seconds: float) -> generation_pb2.GenerateRequest:
     request = generate()
     request.queue_timeout.seconds = int(seconds)
@@ -212,6 +219,7 @@ ROWS: dict[str, tuple[Callable[[Any], Any], str, float | None, float | None]] = 
     "stop.sequences": (lambda n: stop(sequences=["s"] * n), "stop.sequences", None, 17),
     "stop.sequences.text": (lambda n: stop(sequences=["a", "s" * n]), "stop.sequences[1]", 0, 257),
     "priority": (lambda n: generate(priority=n), "priority", -11, 11),
+    "tpot_target": (aiming, "tpot_target", 0.000999, 60.000000001),
     "queue_timeout": (waiting, "queue_timeout", -0.5, 3600.000000001),
 }
 

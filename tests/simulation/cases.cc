@@ -44,6 +44,7 @@ Case draw_mixed(Random& random) {
   drawn.ignore_end_of_text = random.between(0, 1000);
   drawn.pause = random.chance(500) ? random.between(1, 200) : 0;
   drawn.output_unset = random.between(0, 100);
+  drawn.own_step_time = random.chance(300) ? random.between(1, 1000) : 0;
   drawn.tokens_per_commit_max = random.chance(150) ? 4 : 1;
   return drawn;
 }

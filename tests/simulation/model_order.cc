@@ -196,11 +196,18 @@ void Model::check_prefill_room(const StepPlanView& plan) const {
       least = std::min(least, service_.at(sequence.arrival.tenant.value()));
     }
   }
-  const bool is_limited = limits.step_time_max > 0 || limits.step_stretch > 0;
+  const auto decodes = [](const Modelled& sequence) {
+    return sequence.phase == Phase::kDecode && sequence.planned > 0 && !sequence.forked;
+  };
+  const bool has_target = std::any_of(live_.begin(), live_.end(), [&](const auto& entry) {
+    return decodes(entry.second) &&
+           (limits.step_time_max > 0 || entry.second.arrival.step_time_max > 0);
+  });
+  const bool is_limited = has_target || limits.step_stretch > 0;
   const bool is_protected = std::any_of(live_.begin(), live_.end(), [&](const auto& entry) {
     const Modelled& sequence = entry.second;
-    return sequence.phase == Phase::kDecode && sequence.planned > 0 && !sequence.forked &&
-           (limits.step_time_max > 0 || service_.at(sequence.arrival.tenant.value()) <= least ||
+    return decodes(sequence) &&
+           (has_target || service_.at(sequence.arrival.tenant.value()) <= least ||
             !has_backlog(sequence.arrival.tenant));
   });
   const bool is_empty = is_certain && least == std::numeric_limits<std::int64_t>::max();

@@ -169,6 +169,8 @@ void Simulator::arrive() {
       arrival.output_tokens_max = std::numeric_limits<std::int64_t>::max();
     }
     arrival.ignore_end_of_text = random_.chance(case_.ignore_end_of_text);
+    arrival.step_time_max =
+        random_.chance(case_.own_step_time) ? random_.between(1, 100'000'000) : 0;
     std::vector<Token> prompt(
         static_cast<std::size_t>(random_.between(case_.prompt_min, case_.prompt_max)));
     for (Token& token : prompt) {

@@ -133,6 +133,7 @@ _LIMITS: dict[str, Callable[[str], Any]] = {
     "queued_max": int,
     "queued_tokens_max": int,
     "tokens_per_second": float,
+    "tpot_target": float,
     "kv_bytes_max": int,
     "kv_guaranteed": float,
     "kv_max": float,

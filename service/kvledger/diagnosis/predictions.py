@@ -22,8 +22,6 @@ from kvledger.diagnosis.turns import Request, in_turns
 
 # Requests that ended, from which an interval tells what one takes.
 _ENDED_LEAST = 3
-# Of the pool's blocks, those that can be live at a time: the last ones are seldom got.
-_POOL_USABLE = 0.95
 # How often two things that depend on each other are looked at in turn.
 _SETTLES = 20
 
@@ -289,8 +287,20 @@ def _told(change: Change, helps: str, work: Work, fits: float | None, caution: s
 def _running(model: Model, most: int, blocks: int) -> float:
     """Sequences that run, with so many places and blocks and the requests of now."""
     crowd = model.crowd
-    room = _POOL_USABLE * blocks / crowd.blocks if crowd.blocks > 0.0 else math.inf
-    return min(crowd.here, float(most), room)
+    # Where it holds more now than is thought to fit, it will hold more of another size as well.
+    more = max(1.0, crowd.running / max(1.0, _room(crowd, model.setup.blocks)))
+    return min(crowd.here, float(most), more * _room(crowd, blocks))
+
+
+def _room(crowd: Crowd, blocks: int) -> float:
+    """Sequences that are let into so many blocks: each keeps one to grow into, and admission leaves
+    what its forecast may be off by (core/memory_forecast.h), where each is still there or has ended
+    with equal chances."""
+    if crowd.blocks <= 0.0:
+        return math.inf
+    each, off = crowd.blocks + 1.0, 0.5 * crowd.blocks
+    root = (math.sqrt(off * off + 4.0 * each * blocks) - off) / (2.0 * each)
+    return root * root
 
 
 def _settled(model: Model, work: Work, running: float) -> Work:

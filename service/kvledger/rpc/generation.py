@@ -130,6 +130,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 label=label,
                 trace=trace_parent(context.invocation_metadata()),
                 is_chat=request.HasField("chat"),
+                tpot_target=_tpot_target(request),
             )
             # While tokens are made for it, its mailbox says how long it may leave them.
             call.at_work = lambda: not ticket.mailbox.is_over
@@ -209,6 +210,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 def _prompt_logprobs(request: generation_pb2.GenerateRequest) -> int | None:
     output = request.output
     return output.prompt_logprobs if output.HasField("prompt_logprobs") else None
+
+
+def _tpot_target(request: generation_pb2.GenerateRequest) -> float | None:
+    if not request.HasField("tpot_target"):
+        return None
+    return request.tpot_target.ToTimedelta().total_seconds()
 
 
 def _is_cancelled_by_caller() -> bool:

@@ -16,6 +16,8 @@ class TenantLimits:
     queued_tokens_max: int | None = None
     # Prompt and output tokens, averaged.
     tokens_per_second: float | None = None
+    # Seconds that a step may take while one of its requests decodes.
+    tpot_target: float | None = None
     # Bytes of KV blocks that its requests hold or have reserved.
     kv_bytes_max: int | None = None
     # Shares of the KV pool, from 0 to 1: what others leave to it, and the most that it takes,

@@ -81,6 +81,7 @@ class LimitsRow(_Strict):
     queued_tokens_max: _Count | None = None
     # Not less than what the door and the pool take: a server would refuse the whole file.
     tokens_per_second: Annotated[float, Field(ge=0.001, le=1e9)] | None = None
+    tpot_target: Annotated[float, Field(ge=0.001, le=60.0)] | None = None
     kv_bytes_max: Annotated[int, Field(ge=1, le=1 << 62)] | None = None
     kv_guaranteed: _Share = 0.0
     kv_max: _Share = 1.0
