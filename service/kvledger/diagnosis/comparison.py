@@ -42,7 +42,7 @@ class Picture:
     """What is compared of a diagnosis."""
 
     settings: Mapping[str, Value]
-    # By the words that say what they are: the value, and its unit.
+    # By the words that say what they are: the value, and its unit; of rates those that are known.
     rates: Mapping[str, tuple[float, str]]
     shares: Mapping[str, tuple[float, str]]
     sequences: float  # that decode in a step
@@ -65,7 +65,9 @@ def changes(now: Picture, before: Picture) -> list[str]:
         for name, new, old in _differing(now, before)
     ]
     for what, (new, unit) in now.rates.items():
-        old = before.rates[what][0]
+        old, _ = before.rates.get(what, (None, unit))
+        if old is None:
+            continue  # nothing was counted of it then
         if max(new, old) > 0 and (min(new, old) <= 0 or max(new, old) / min(new, old) > _SAME):
             said.append(f"{what} {new:.3g} {unit}, not {old:.3g}.")
     for what, (new, unit) in now.shares.items():

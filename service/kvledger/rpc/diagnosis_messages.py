@@ -165,15 +165,17 @@ def _picture(message: diagnosis_pb2.Diagnosis) -> Picture:
     seconds = message.interval.ToNanoseconds() / _NANOS
     settings = {name: getattr(setup, name) for name in (*CHANGEABLE, *_OTHER_SETTINGS)}
     settings["tpot_target"] = setup.tpot_target if setup.HasField("tpot_target") else None
+    rates = {
+        "Requests came": (arrivals / seconds if seconds > 0 else 0.0, "a second"),
+        "Prompts have": (traffic.prompt_mean, "tokens on average"),
+        "Contexts have": (decode.context, "tokens on average"),
+        "A step decodes": (decode.sequences, "sequences"),
+    }
+    if decode.step_median > 0:
+        rates["A step of decoding takes"] = (decode.step_median * 1e3, "ms (median)")
     return Picture(
         settings=settings,
-        rates={
-            "Requests came": (arrivals / seconds if seconds > 0 else 0.0, "a second"),
-            "Prompts have": (traffic.prompt_mean, "tokens on average"),
-            "Contexts have": (decode.context, "tokens on average"),
-            "A step decodes": (decode.sequences, "sequences"),
-            "A step of decoding takes": (decode.step_median * 1e3, "ms (median)"),
-        },
+        rates=rates,
         shares={
             "Steps run": (message.busy, "of the time"),
             "Prompts take": (message.prefill_share, "of the steps' time"),
