@@ -254,7 +254,7 @@ def test_beyond_the_limit_it_is_refused_and_named(name: str, value: float) -> No
     limit = LIMITS[name]
     unit = f" {limit.unit}" if limit.unit else ""
     assert violations(make(value)) == {
-        field: f"{value:.15g}{unit}, allowed are {limit.least:.0f} to {limit.most:.0f}"
+        field: f"{value:.15g}{unit}, allowed are {limit.least:.15g} to {limit.most:.15g}"
     }
 
 
