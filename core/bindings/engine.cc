@@ -480,7 +480,8 @@ void bind_arrivals(py::module_& module) {
            py::arg("scope_flags").noconvert() = py::none(),
            py::arg("step_times_max").noconvert() = py::none(),
            "Without scopes nothing is kept or reused. Flags: 1 keeps, 2 reuses, 4 has a shared "
-           "scope, 8 writes it, 16 stays. `step_times_max` are the nanoseconds of the longest step while "
+           "scope, 8 writes it, 16 stays. `step_times_max` are the nanoseconds of the longest step "
+           "while "
            "each decodes; 0 is the engine's own limit.");
 }
 

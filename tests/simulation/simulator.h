@@ -56,8 +56,8 @@ struct Case {
   std::int64_t unusable_logits = 0;
   std::int64_t clock_back = 0;
   std::int64_t ignore_end_of_text = 0;
-  std::int64_t pause = 0;         // somebody, and all paused ones go on with the same chance
-  std::int64_t output_unset = 0;  // an output limit that never bites
+  std::int64_t pause = 0;          // somebody, and all paused ones go on with the same chance
+  std::int64_t output_unset = 0;   // an output limit that never bites
   std::int64_t own_step_time = 0;  // arrivals with a target of their own
 };
 
