@@ -1,6 +1,6 @@
 #!/bin/sh
 # The long runs: hours on two cores. docs/testing.md says when they last ran. SEED, FUZZ_RUNS, REQUESTS,
-# REUSES, MINUTES, BOOKS_MINUTES, KILLS and ROUNDS change their lengths.
+# REUSES, SERVERS, MINUTES, BOOKS_MINUTES, KILLS and ROUNDS change their lengths.
 set -eu
 cd "$(dirname "$0")/.."
 root=$PWD
@@ -8,10 +8,13 @@ PATH="$root/.venv/bin:$PATH"
 
 say() { printf '\n%s\n' "soak: $*"; }
 
-say "simulation: 10^6 steps over 200 seeds, then 1,000 further seeds"
+say "simulation: 10^6 steps over 200 seeds, then 10^7 over 1,000 further seeds"
 tools/core_tests.sh build/package
 build/package/tests/simulation --seeds 200 --steps 5000
-build/package/tests/simulation --seeds 1000 --steps 5000 --seed 1000
+build/package/tests/simulation --seeds 1000 --steps 10000 --seed 1000
+
+say "servers with settings and traffic of a seed, as kvledger simulate runs them: 10^7 steps over 1,000 seeds"
+python tests/soak/simulated_servers.py --seeds "${SERVERS:-1000}" --steps 10000 --seed "${SEED:-1}"
 
 say "reuse: 10^6 steps over 1,000 seeds"
 build/package/tests/reuse_simulation 1000 1000

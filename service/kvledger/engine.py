@@ -1,8 +1,9 @@
 """The engine loop: one thread that plans, computes, samples and commits, step after step.
 
-It alone makes and drives the core's Engine. Requests come in through `submit` and `end`, which any
-thread may call; what happened goes out as one StepOutcome per crossing, through the `publish`
-function given at the start. No step of plain tokens loops over sequences here.
+In a server it alone makes and drives the core's Engine; simulation/loop.py drives others. Requests
+come in through `submit` and `end`, which any thread may call; what happened goes out as one
+StepOutcome per crossing, through the `publish` function given at the start. No step of plain tokens
+loops over sequences here.
 """
 
 from __future__ import annotations
@@ -83,6 +84,8 @@ def make_core(
     prefill_step: float = 0.0,
     prefix_reuse: bool = True,
     cost_growth: float = 0.0,
+    forecast: bool = True,
+    replayed: tuple[int, int] | None = None,
 ) -> CoreEngine:
     """Scheduler, pool and ledger for one model.
 
@@ -90,9 +93,13 @@ def make_core(
     (seconds) and `step_stretch` (times the step of decoding alone, 0 for no limit) say how long a
     step may become by prompts, and `prefill_step` (seconds, 0 for no limit) one of prompts alone;
     `prefix_reuse` whether computed blocks are kept for others of their scopes; `cost_growth` how
-    much more each token costs to compute than the one before it, of what the first one costs; the
-    others are counts of blocks and tokens, and the ids that end a text.
+    much more each token costs to compute than the one before it, of what the first one costs;
+    `forecast` whether admission looks ahead; the others are counts of blocks and tokens, and the
+    ids that end a text. `replayed` is the seed and the time, in nanoseconds, of a simulation, which
+    is to be the same each time.
     """
+    # Where things lie in the index must not be known to who chooses the tokens.
+    seed, now = replayed or (secrets.randbits(64), time.monotonic_ns())
     return CoreEngine(
         blocks=blocks,
         slots_per_block=slots_per_block,
@@ -106,11 +113,11 @@ def make_core(
         prefill_time_max=round(prefill_step * 1e9),
         reuses_prefixes=prefix_reuse,
         cost_growth=cost_growth,
-        # Where things lie in the index must not be known to who chooses the tokens.
-        seed=secrets.randbits(64),
-        times_prefixes=True,
-        times_books=True,
-        now=time.monotonic_ns(),
+        seed=seed,
+        times_prefixes=replayed is None,
+        times_books=replayed is None,
+        forecast=forecast,
+        now=now,
     )
 
 

@@ -6,7 +6,6 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -36,7 +35,11 @@ def make_core(**changes: Any) -> _core.Engine:
 
 def without_forecast(patch: pytest.MonkeyPatch) -> None:
     """Lets servers admit whatever fits now: for tests that mean to fill the pool, or to preempt."""
-    patch.setattr("kvledger.engine.CoreEngine", partial(_core.Engine, forecast=False))
+    patch.setattr("kvledger.engine.CoreEngine", _engine_without_forecast)
+
+
+def _engine_without_forecast(**settings: Any) -> _core.Engine:
+    return _core.Engine(**{**settings, "forecast": False})
 
 
 class RecordingCore:

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import random
 import statistics
-import time
 from dataclasses import dataclass, replace
 from functools import cache
 
-import numpy as np
 import pytest
 from test_findings import COSTS, SETUP
 
-from kvledger.arrivals import as_arrays
 from kvledger.books.snapshot import STATES
 from kvledger.diagnosis.counts import Counts, EngineCounts, PoolCounts
 from kvledger.diagnosis.observation import Observation, observe
 from kvledger.diagnosis.predictions import Change, Kind, Model, fit, predicted
+from kvledger.diagnosis.step_fit import PhaseFit
 from kvledger.diagnosis.traffic import TrafficCounts
-from kvledger.engine import Job, make_core
 from kvledger.machine.utilization import ProcessorTimes
-from kvledger.sampling import SamplingParameters
+from kvledger.simulation.costs import Costs
+from kvledger.simulation.loop import CoreSettings, Run, Simulation
+from kvledger.simulation.traffic import MadeUp, Shape
 
 NANOS = 1_000_000_000
 SECONDS = 60.0
@@ -45,71 +44,51 @@ class Settings:
     step_stretch: float = 2.0
 
 
-def step_seconds(decoding: int, prompt: int, noise: float) -> float:
-    """What a step takes: not in proportion to the floors that the diagnosis knows."""
-    whole = 0.005 + 0.0014 * decoding + (0.0015 + 0.0005 * prompt if prompt else 0.0)
-    return whole * (1.0 + 0.1 * noise)
+# What a step takes is not in proportion to the floors that the diagnosis knows.
+STEPS = Costs(PhaseFit(0.0, 0.0014, 0.0), PhaseFit(0.0015, 0.0005, 0.0), step=0.00525)
 
 
 class SimulatedServer:
-    """The core, a clock, and callers who ask again as soon as they are answered."""
+    """A simulation, and the traffic as a server counts it."""
 
     def __init__(self, settings: Settings, callers: Callers) -> None:
-        self._settings, self._callers = settings, callers
-        self._random = random.Random(1)
-        self._core = make_core(
+        self._callers = callers
+        self._traffic = TrafficCounts()
+        core = CoreSettings(
             blocks=settings.kv_blocks,
             slots_per_block=BLOCK,
-            context_tokens=8192,
             token_budget=settings.token_budget,
             sequences_max=settings.max_sequences,
-            end_of_text=[2],
-            priority_aging=5.0,
-            tpot_target=None,
             step_stretch=settings.step_stretch,
-            prefill_step=0.05,
+            prefix_reuse=False,
         )
-        # The core's own clock began when it was made.
-        self._began = self._now = time.monotonic_ns()
-        self._traffic = TrafficCounts()
-        self._numbers = iter(range(1, 1 << 30))
-        self._jobs = [self._job() for _ in range(callers.count)]
-        self._step_time = 0
+        shape = Shape(self._lengths, callers=callers.count, requests=1 << 30)
+        self._simulation = Simulation(core, MadeUp(shape, 1), STEPS, Run(noise=0.05, exact=True))
 
-    def _job(self) -> Job:
-        callers, chance = self._callers, self._random
-        prompt = chance.randint(callers.prompt // 2, callers.prompt * 3 // 2)
+    def _lengths(self, chance: random.Random) -> tuple[int, int]:
+        prompt, output = self._callers.prompt, self._callers.output
+        tokens = chance.randint(prompt // 2, prompt * 3 // 2)
         self._traffic.requests += 1
-        self._traffic.prompt_tokens["a"] += prompt
-        return Job(
-            sequence=next(self._numbers),
-            tenant=1,
-            prompt=np.full(prompt, 5, np.int32),
-            arrived_at=self._now,
-            max_tokens=chance.randint(callers.output // 2, callers.output * 3 // 2),
-            sampling=SamplingParameters(),
-            ignore_eos=True,
-        )
+        self._traffic.prompt_tokens["a"] += tokens
+        return tokens, chance.randint(output // 2, output * 3 // 2)
 
     def run(self) -> None:
         """Some time of it."""
-        while self._now < self._began + SECONDS * NANOS:
-            plan, _ = self._core.plan(self._now, as_arrays(self._jobs))
-            prompt = plan.tokens - plan.decode_tokens
-            took = step_seconds(plan.decode_tokens, prompt, self._random.random())
-            passed = round(took * NANOS)
-            self._now += passed
-            tokens = np.full(plan.logits, 7, np.int32)
-            report = self._core.commit(plan.step, tokens, None, self._now)
-            self._step_time += passed
-            self._traffic.open_time += passed * self._callers.count
-            self._traffic.waiting_time += passed * (self._callers.count - report.running)
-            self._traffic.ended += len(report.receipts)
-            self._jobs = [self._job() for _ in report.receipts]
+        simulation, traffic = self._simulation, self._traffic
+        while simulation.now < SECONDS:
+            before, running = simulation.now, simulation.outcome.running
+            simulation.advance()
+            passed = round((simulation.now - before) * NANOS)
+            waiting = self._callers.count - (simulation.outcome.running - running)
+            traffic.open_time += passed * self._callers.count
+            traffic.waiting_time += passed * waiting
+        traffic.ended = len(simulation.outcome.ended)
 
     @property
     def counts(self) -> Counts:
-        books, steps = self._core.books(self._now), self._core.step_books
+        simulation = self._simulation
+        books, steps = simulation.core.books(simulation.clock), simulation.core.step_books
+        step_time = round(simulation.outcome.step_seconds * NANOS)
         pool = {
             name: int(row["seconds"]) * NANOS + int(row["nanos"])
             for name, row in zip(STATES, books.states, strict=True)
@@ -123,7 +102,7 @@ class SimulatedServer:
             fits=steps.fits,
             preemptions=steps.preemptions,
             waited=steps.waited,
-            engine=EngineCounts(self._step_time, self._step_time, 0),
+            engine=EngineCounts(step_time, step_time, 0),
             pool=PoolCounts(**pool),
             processors=ProcessorTimes(0, 0, 0),
             traffic=self._traffic,

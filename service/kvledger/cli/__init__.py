@@ -22,6 +22,7 @@ kvledger {version}: streams tokens of a language model and keeps the books of th
   kvledger health     ask a server how it is, for probes
   kvledger models     list the models known by name; `kvledger models fetch` downloads one
   kvledger plan       what a model takes, how many sequences fit, how fast it can be at most
+  kvledger simulate   what these settings would do with that traffic, in seconds and without a model
   kvledger tenants    who may call: add, list, rotate, revoke, remove, set, group, gateway
   kvledger statement  what the receipts that servers kept come to, and what stood idle
   kvledger report     a page about what servers recorded: memory, time, limits, costs
@@ -82,6 +83,8 @@ def _command(name: str) -> Callable[[Sequence[str]], int] | None:
         from kvledger.cli.tenants import run
     elif name == "plan":
         from kvledger.cli.plan import run
+    elif name == "simulate":
+        from kvledger.cli.simulate import run
     elif name == "statement":
         from kvledger.cli.statement import run
     elif name == "report":

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kvledger.diagnosis.counts import Counts
+from kvledger.diagnosis.counts import DECODE, PREFILL, Counts
 from kvledger.diagnosis.findings import Finding, findings, percent
 from kvledger.diagnosis.observation import Observation, Setup, observe
 from kvledger.diagnosis.predictions import Change, Prediction, fit, predict
+from kvledger.diagnosis.step_fit import PhaseFit, fit_phase
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,9 @@ class Diagnosis:
     seen: Observation
     findings: list[Finding]
     predictions: list[Prediction]
+    # What a step of each phase takes; None where there was none.
+    decode_fit: PhaseFit | None = None
+    prefill_fit: PhaseFit | None = None
 
     @property
     def summary(self) -> str:
@@ -81,4 +85,6 @@ def diagnose(
         seen=seen,
         findings=findings(seen),
         predictions=predict(model, formats, tuple(asked)) if model is not None else [],
+        decode_fit=fit_phase(counts, DECODE, setup.costs),
+        prefill_fit=fit_phase(counts, PREFILL, setup.costs),
     )

@@ -14,17 +14,32 @@ and a key must read, and not how well this build does it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from kvledger.diagnosis.counts import DECODE, PREFILL, Counts
+from kvledger.diagnosis.counts import DECODE, PREFILL, Counts64, Sums64
 from kvledger.planning.floors import StepCosts
 
 # How much the floors count beside the interval, as a share of what the interval says along each
 # weight: little where it tells the weights apart, all where it does not.
 _FLOORS_SHARE = 0.01
 _ROUNDS = 400
+
+
+class StepCounts(Protocol):
+    """What steps did, as core/step_books.h has it: of an interval, or since the start."""
+
+    @property
+    def phases(self) -> Counts64:
+        """Sums by phase."""
+        ...
+
+    @property
+    def fits(self) -> Sums64:
+        """Normal equations by phase."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -78,7 +93,7 @@ def _computing(costs: StepCosts, operations: object) -> float:
     return float(sum(count / costs.peaks.operations(name) for name, count in operations.items()))
 
 
-def fit_phase(counts: Counts, phase: int, costs: StepCosts) -> PhaseFit | None:
+def fit_phase(counts: StepCounts, phase: int, costs: StepCosts) -> PhaseFit | None:
     """The steps of a phase in an interval; None where there were none.
 
     Over the whole interval they come to the time that the phase took.

@@ -12,6 +12,7 @@ from kvledger.diagnosis.diagnosis import Diagnosis, utilization_explained
 from kvledger.diagnosis.observation import PhaseFigures
 from kvledger.diagnosis.observation import Setup as ServedSetup
 from kvledger.diagnosis.predictions import Change
+from kvledger.diagnosis.step_fit import PhaseFit
 from kvledger.errors import FieldViolation, InvalidRequest
 from kvledger.rpc.translation import duration
 from kvledger.v1 import diagnosis_pb2
@@ -50,11 +51,12 @@ def fill(message: diagnosis_pb2.Diagnosis, diagnosis: Diagnosis, served: Served)
         change = values.pop("change")
         added = message.predictions.add(change=change.words, **values)
         setattr(added.what, change.kind, change.value)
-    _fill_phase(message.decode, seen.decode, seen.decode_step)
-    _fill_phase(message.prefill, seen.prefill, seen.prefill_step)
+    _fill_phase(message.decode, seen.decode, seen.decode_step, diagnosis.decode_fit)
+    _fill_phase(message.prefill, seen.prefill, seen.prefill_step, diagnosis.prefill_fit)
     _fill_traffic(message.traffic, diagnosis)
     _fill_setup(message.setup, seen.setup, served)
     message.busy = seen.busy
+    message.steps = seen.decode.steps + seen.prefill.steps - seen.mixed_steps
     message.prefill_share = seen.prefill_share
     message.waterline = seen.waterline
     message.cached = seen.cached
@@ -72,7 +74,10 @@ def fill(message: diagnosis_pb2.Diagnosis, diagnosis: Diagnosis, served: Served)
 
 
 def _fill_phase(
-    message: diagnosis_pb2.Phase, phase: PhaseFigures, steps: tuple[float, float]
+    message: diagnosis_pb2.Phase,
+    phase: PhaseFigures,
+    steps: tuple[float, float],
+    fit: PhaseFit | None,
 ) -> None:
     message.steps = phase.steps
     message.seconds = phase.seconds
@@ -86,6 +91,10 @@ def _fill_phase(
     message.compute_share = phase.compute_share
     message.bound_by = phase.binds
     message.step_median, message.step_p99 = steps
+    if fit is not None:
+        message.fit.fixed_seconds = fit.fixed
+        message.fit.token_seconds = fit.token
+        message.fit.key_seconds = fit.key
 
 
 def _fill_traffic(message: diagnosis_pb2.Traffic, diagnosis: Diagnosis) -> None:
@@ -126,6 +135,7 @@ def _fill_setup(message: diagnosis_pb2.Setup, setup: ServedSetup, served: Served
     if setup.tpot_target is not None:
         message.tpot_target = setup.tpot_target
     message.prefix_reuse = setup.reuses_prefixes
+    message.slots_per_block = setup.block_tokens
 
 
 def changes_of(messages: Iterable[diagnosis_pb2.Change]) -> tuple[Change, ...]:

@@ -105,6 +105,19 @@ async def test_it_counts_what_happened(clinic: Clinic) -> None:
     assert now.decode.tokens == 4 * 4  # the first token of each comes with its prompt
     assert now.decode.seconds > 0
     assert now.prefill.seconds > 0
+    # What steps take, for simulations: over all of them it comes to the time of the phase.
+    fit, decode = now.decode.fit, now.decode
+    keys = decode.context * decode.tokens
+    parts = (
+        fit.fixed_seconds * decode.steps,
+        fit.token_seconds * decode.tokens,
+        fit.key_seconds * keys,
+    )
+    assert sum(parts) == pytest.approx(decode.seconds)
+    assert now.prefill.HasField("fit")
+    assert max(decode.steps, now.prefill.steps) <= now.steps
+    assert now.steps <= decode.steps + now.prefill.steps
+    assert now.setup.slots_per_block == BLOCK
     assert now.busy > 0
     assert not now.HasField("peaks"), "nobody measured this machine"
     assert now.predictions
