@@ -13,9 +13,9 @@ from kvledger.diagnosis.step_fit import PhaseFit
 from kvledger.jobs import EndReason
 from kvledger.simulation.costs import Costs, phase_fit, seconds_of
 from kvledger.simulation.faults import Chance, Faults
-from kvledger.simulation.loop import Run
+from kvledger.simulation.loop import CoreSettings, Run, Simulation
 from kvledger.simulation.outcome import Outcome, Targets
-from kvledger.simulation.traffic import LogNormal, MadeUp, Row, Shape
+from kvledger.simulation.traffic import LogNormal, MadeUp, Replay, Row, Shape
 
 POISSON = {"rate": 8.0}
 
@@ -137,6 +137,18 @@ def test_tenants_come_by_their_weights_and_are_told_apart() -> None:
     assert 0.8 < figures["tenants"]["flood"]["tokens"] < 0.98
     assert sum(each["tokens"] for each in figures["tenants"].values()) == pytest.approx(1.0)
     assert sum(each["requests"] for each in figures["tenants"].values()) == 200
+
+
+def test_a_tenants_own_target_keeps_its_steps_short() -> None:
+    """What a tenant was promised could not be tried before it is promised."""
+    rows = [Row(0.0, 10, 200, "chat"), *(Row(0.1 * n, 200, 2, "batch") for n in range(10))]
+    settings = CoreSettings(blocks=512, slots_per_block=8, step_stretch=0.0)
+    gaps = []
+    for target in ({}, {"chat": 20_000_000}):
+        traffic = Replay(rows, 1)
+        outcome = Simulation(settings, traffic, PLAIN, step_times=target).run()
+        gaps.append(next(e.tpot for e in outcome.ended if e.tenant == "chat"))
+    assert gaps[1] < 0.02 < gaps[0]
 
 
 def signature(outcome: Outcome) -> tuple[object, ...]:

@@ -11,6 +11,7 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 
@@ -98,10 +99,13 @@ class Simulation:
         *,
         numbers: Mapping[str, int] | None = None,
         shares: Sequence[CoreShare] = (),
+        step_times: Mapping[str, int] = MappingProxyType({}),
         core: CoreEngine | None = None,
         began: int = round(_EPOCH * 1e9),
     ) -> None:
         """`numbers` are tenants' numbers in the core, as `shares` have them; others get the next.
+        `step_times` are nanoseconds of the longest step while a tenant decodes, where it has a
+        target of its own.
 
         A `core` that is given must have been made of the same settings, before `began`.
         """
@@ -113,6 +117,7 @@ class Simulation:
         if shares:
             self._core.set_shares(share_numbers(shares), began)
         self._numbers = dict(numbers or {})
+        self._step_times = step_times
         for name in traffic.tenants:
             self._numbers.setdefault(name, 1 + max(self._numbers.values(), default=-1))
         self._faults = FaultsDrawn(run.faults, run.seed)
@@ -253,6 +258,7 @@ class Simulation:
                 max_tokens=limit,
                 sampling=_GREEDY,
                 ignore_eos=run.exact,
+                step_time_max=self._step_times.get(request.tenant, 0),
                 scopes=PrefixScopes(own=tenant + 1) if self._settings.prefix_reuse else NO_REUSE,
             )
         )

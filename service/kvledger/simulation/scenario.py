@@ -25,6 +25,7 @@ from kvledger.simulation.trace import read_trace
 from kvledger.simulation.traffic import LogNormal, MadeUp, Replay, Row, Shape, Traffic
 from kvledger.tenants.shares import CoreShare, PoolShape, core_shares
 from kvledger.tenants.tenant import Tenant
+from kvledger.tpot_targets import step_time_max
 
 _CONTEXT = 8192
 _REQUESTS, _PROMPT, _OUTPUT, _SPREAD = 1000, 500, 200, 0.7
@@ -83,6 +84,7 @@ class Scenario:
     targets: Targets
     numbers: Mapping[str, int]
     shares: Sequence[CoreShare]
+    step_times: Mapping[str, int]
     notes: Sequence[str]
 
     def run(self) -> Outcome:
@@ -94,6 +96,7 @@ class Scenario:
             self.how,
             numbers=self.numbers,
             shares=self.shares,
+            step_times=self.step_times,
         ).run()
 
 
@@ -141,6 +144,9 @@ class _Maker:
             targets=Targets(options.ttft, options.tpot),
             numbers={tenant.name: tenant.number for tenant in tenants},
             shares=self._shares(tenants, core),
+            step_times={
+                tenant.name: step_time_max(None, tenant.limits, None) for tenant in tenants
+            },
             notes=_notes(tenants, self._settings),
         )
 
