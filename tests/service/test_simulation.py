@@ -121,6 +121,32 @@ def test_a_limit_ends_what_would_be_longer() -> None:
     assert (exact.ended[0].output, exact.ended[0].reason) == (50, EndReason.LENGTH)
 
 
+def test_who_is_preempted_makes_its_answer_all_the_same() -> None:
+    """Preemptions would make answers longer, and first tokens late."""
+    shape = {"callers": 8, "lengths": LogNormal(30, 60), "requests": 40}
+    outcome = made_up(shape, costs=PLAIN, blocks=30, forecast=False).run()
+    assert sum(ended.preemptions for ended in outcome.ended) > 5
+    assert {ended.output for ended in outcome.ended} == {60}
+    # Each token after the first one takes a step.
+    assert all(ended.tpot >= 0.00999 for ended in outcome.ended)
+    assert outcome.figures()["recomputed"] > 0.0
+
+
+def test_what_lies_between_steps_takes_its_time() -> None:
+    """A server that does more than compute would be simulated too fast."""
+    outcome = replayed(Row(0.0, 100, 5), run=Run(gap=0.002)).run()
+    (ended,) = outcome.ended
+    assert ended.tpot == pytest.approx(0.012)
+    assert outcome.figures()["busy"] == pytest.approx(0.145 / 0.155, rel=0.001)
+
+
+def test_noise_is_on_both_sides() -> None:
+    """Noise would make a server slower on average."""
+    outcome = replayed(Row(0.0, 10, 2000), run=Run(noise=0.5)).run()
+    assert outcome.seconds == pytest.approx(0.015 + 1999 * 0.010, rel=0.02)
+    assert outcome.seconds != pytest.approx(0.015 + 1999 * 0.010, rel=1e-6)
+
+
 def test_goodput_is_of_those_within_the_targets() -> None:
     """A server that is slow for everybody would look as good as it is busy."""
     outcome = replayed(Row(0.0, 100, 5), Row(1.0, 10, 5)).run()
