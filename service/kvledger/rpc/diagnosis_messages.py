@@ -56,7 +56,8 @@ def fill(message: diagnosis_pb2.Diagnosis, diagnosis: Diagnosis, served: Served)
     _fill_traffic(message.traffic, diagnosis)
     _fill_setup(message.setup, seen.setup, served)
     message.busy = seen.busy
-    message.steps = seen.decode.steps + seen.prefill.steps - seen.mixed_steps
+    # The three are read while steps go on, one after the other.
+    message.steps = max(0, seen.decode.steps + seen.prefill.steps - seen.mixed_steps)
     message.prefill_share = seen.prefill_share
     message.waterline = seen.waterline
     message.cached = seen.cached
