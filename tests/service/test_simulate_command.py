@@ -10,9 +10,14 @@ from typing import Any
 import pytest
 from book_writer import SECOND, receipt
 from planted_books import Planted
+from tiny_model import TinyShape, write_gguf
 
+from kvledger import _core
 from kvledger.cli import main, simulate
 from kvledger.errors import SettingRefused
+from kvledger.planning import planned_model
+from kvledger.settings import load_settings
+from kvledger.simulation.measuring import measured
 from kvledger.simulation.recorded import read_books
 from kvledger.simulation.trace import read_trace
 from kvledger.simulation.traffic import Row
@@ -268,3 +273,28 @@ def test_what_a_server_recorded_says_how_long_steps_take(tmp_path: Path) -> None
     costs = read_books(tmp_path / "books").costs(tmp_path)
     assert costs.decode.seconds(4, 400) == pytest.approx(0.010)
     assert costs.prefill.seconds(200, 20_000) == pytest.approx(0.050)
+
+
+def test_bytes_are_blocks_of_the_model(tmp_path: Path, capsys: Captured) -> None:
+    """A pool would be simulated that is larger or smaller than the server's."""
+    model = write_gguf(tmp_path / "tiny.gguf", TinyShape(context=300))
+    load = (*LOAD, *STEPS, "--model", str(model), "--kv-format", "f32", "--callers", "6")
+    load = tuple(each for each in load if each not in ("--rate", "4"))
+    layout = planned_model.served_model(str(model)).config
+    block = _core.KvLayout(
+        layers=layout.layers, kv_heads=layout.kv_heads, head_dim=layout.head_dim, block_tokens=32
+    ).block_bytes
+    (by_bytes,) = simulated(capsys, *load, "--kv-bytes", str(20 * block + 5))
+    (by_blocks,) = simulated(capsys, *load, "--kv-blocks", "20", "--context", "300")
+    assert by_bytes == by_blocks
+    (default,) = simulated(capsys, *load)
+    assert default["waterline_most"] < by_blocks["waterline_most"], "a quarter of free memory"
+
+
+def test_steps_can_be_measured_here(tmp_path: Path) -> None:
+    """Who has no server yet could not say how long its steps take."""
+    model = write_gguf(tmp_path / "tiny.gguf", TinyShape(context=600))
+    settings = load_settings(["--model", str(model), "--threads", "1", "--dev"], {})
+    costs = measured(settings, 600, seconds=0.3)
+    assert 0.0 < costs.decode.seconds(4, 400) < 1.0
+    assert costs.prefill.seconds(200, 20_000) > costs.prefill.seconds(1, 1)

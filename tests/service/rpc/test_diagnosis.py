@@ -312,6 +312,10 @@ async def test_the_commands_print_it(
     assert await asyncio.to_thread(main, ["diagnose", *shown, "--json"]) == 0
     earlier = tmp_path / "before.json"
     earlier.write_text(capsys.readouterr().out)
+    asked = ["--rate", "5", "--requests", "5", "--prompt", "20", "--output", "5", "--spread", "0"]
+    simulate = ["simulate", "--costs", str(earlier), "--context", "200", *asked]
+    assert await asyncio.to_thread(main, simulate) == 0
+    assert ["answered", "5"] in [line.split() for line in capsys.readouterr().out.splitlines()]
     against = ["--against", str(earlier), "--if", "max-sequences=2", "--if", "kv-format=bf16"]
     assert await asyncio.to_thread(main, ["diagnose", *shown, *against]) == 0
     said = capsys.readouterr().out
