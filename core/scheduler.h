@@ -29,8 +29,8 @@
 // of its blocks that comes back and is of use. Of use are as many as those that decode are expected
 // to take while each makes a block's tokens, less what comes back by itself meanwhile. Who is
 // expected to be among the latter is spared if there is anybody else, and so are tenants that hold
-// less than the one that is in need: nobody loses blocks to who has more. Of equals the newest
-// goes.
+// less than half of what the one in need holds: few lose no blocks to who has many. Of equals the
+// newest goes.
 //
 // Or it waits: it sits out the step and keeps its blocks, where those who go on in this step are
 // more likely than not to give some back within `wait_steps_max` steps, and so many tokens of its

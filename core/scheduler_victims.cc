@@ -13,6 +13,12 @@ namespace {
 constexpr BlockCount kNone{0};
 // A chance below which it is more likely than not that somebody ends.
 constexpr double kEven = 0.5;
+// How much more a tenant holds that is not to take blocks from another.
+constexpr std::int64_t kFarMore = 2;
+
+bool holds_far_less(const TenantLine& line, const TenantLine& needy) noexcept {
+  return kFarMore * line.listed.value() < needy.listed.value();
+}
 
 double as_double(BlockCount blocks) noexcept {
   return static_cast<double>(blocks.value());
@@ -51,7 +57,7 @@ std::size_t Scheduler::choose_victim() {
 
 // Of those that the sequence at `index` may preempt, the ones that are to go first, whatever their
 // price: who is paused, then who is behind it; of these rather who does not end soon, and then
-// whose tenant holds no less than its own.
+// whose tenant holds at least half as much as its own.
 void Scheduler::collect_victims(std::size_t index) {
   const Sequence& needy = *running_[index];
   if (settings_.priced_victims) {
@@ -69,7 +75,7 @@ void Scheduler::collect_victims(std::size_t index) {
     if (!other.paused) {
       const bool is_priced = settings_.priced_victims;
       kind = {1, is_priced && ends_soon(other) ? 1 : 0,
-              is_priced && other.line->listed < needy.line->listed ? 1 : 0};
+              is_priced && holds_far_less(*other.line, *needy.line) ? 1 : 0};
     }
     if (kind < best) {
       best = kind;

@@ -162,7 +162,7 @@ TEST_CASE("who ends soon as its tenant's outputs use to is spared") {
   }
 }
 
-TEST_CASE("nobody loses blocks to a tenant that holds more, if there is another") {
+TEST_CASE("nobody loses blocks to a tenant that holds far more, if there is another") {
   // If this fails, a tenant of short chats computes again for one that fills the pool.
   for (const std::uint32_t whose : {1, 2}) {
     const auto scarce = scarce_for(1, [&](Scarce& all) {
@@ -324,16 +324,18 @@ TEST_CASE("a receipt says what its preemptions were for") {
   CHECK(itself->first_victim() == 2);
   CHECK(told(*itself, 2).preempted_itself == 1);
 
-  Scarce at_limit(engine_of(40));
+  EngineSettings settings = engine_of(40);
+  settings.scheduler.wait_steps_max = 0;
+  Scarce at_limit(settings);
   at_limit.driver.engine.set_shares(
-      {PoolShare{TenantId{1}, BlockCount{0}, BlockCount{6}, BlockCount{40}, false}}, 0);
-  at_limit.come(1, 1, 5, 19);
-  at_limit.come(2, 1, 3, 19);
+      {PoolShare{TenantId{1}, BlockCount{0}, BlockCount{5}, BlockCount{40}, false}}, 0);
+  at_limit.come(1, 1, 4, 15);
+  at_limit.come(2, 1, 3, 15);
   while (at_limit.driver.preempted.empty()) {
     at_limit.driver.steps(1);
   }
   const Receipt limited = told(at_limit, 2);
-  CHECK(limited.preempted_own == limited.preemptions);
+  CHECK(limited.preempted_own == limited.preemptions);  // it stepped back, for its tenant's limit
   CHECK(limited.preemptions > 0);
 
   const auto paused = scarce_for(2, [](Scarce& all) {
@@ -343,6 +345,29 @@ TEST_CASE("a receipt says what its preemptions were for") {
   });
   CHECK(paused->first_victim() == 1);
   CHECK(told(*paused, 1).preempted_paused == 1);
+}
+
+TEST_CASE("who was preempted as often as it may be is no victim, however cheap") {
+  // If this fails, a sequence is preempted for ever, or the process ends.
+  EngineSettings settings = engine_of(13);
+  settings.scheduler.preemptions_max = 1;
+  settings.scheduler.wait_steps_max = 0;
+  Scarce scarce(settings);
+  EngineDriver& driver = scarce.driver;
+  scarce.come(1, 1, 3, 24);
+  scarce.come(2, 1, 3, 40);
+  CHECK(scarce.first_victim() == 2);
+  while (!driver.receipts.contains(1) || driver.engine.running() == 0) {
+    scarce.step();
+  }
+  driver.manner.priority = -1;
+  scarce.come(5, 1, 3, 20);  // before it in rank, and with two blocks that it can have
+  while (driver.preempted.size() == 1) {
+    scarce.step();
+  }
+  CHECK(driver.preempted.back() == 5);
+  driver.run_out(300);
+  CHECK(driver.receipt(2).preemptions == 1);
 }
 
 TEST_CASE("whatever the prices are, nobody is preempted more than three times and all end") {

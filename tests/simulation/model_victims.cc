@@ -224,7 +224,7 @@ std::array<int, 3> Model::kind_of(const Standings& all, const Standing& one,
   };
   const bool ends_soon =
       decodes(*one.sequence) && chance_to_go_on(*one.sequence, settings_.slots_per_block) < 0.5;
-  const bool has_less = held_by_tenant_of(one) < held_by_tenant_of(needy);
+  const bool has_less = 2 * held_by_tenant_of(one) < held_by_tenant_of(needy);
   return {1, ends_soon ? 1 : 0, has_less ? 1 : 0};
 }
 
