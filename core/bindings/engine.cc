@@ -13,6 +13,7 @@
 
 #include "core/bindings/bindings.h"
 #include "core/bindings/bound_engine.h"
+#include "core/bindings/recompute_governor.h"
 
 namespace py = pybind11;
 using namespace pybind11::literals;
@@ -522,18 +523,7 @@ void bind_prefixes(py::class_<BoundEngine>& engine) {
       .def_property_readonly(
           "step_books",
           [](const BoundEngine& self) -> const auto& { return self.engine().step_books(); },
-          py::return_value_policy::reference_internal)
-      .def_property_readonly(
-          "governor",
-          [](const BoundEngine& self) {
-            const RecomputeGovernor& governor = self.engine().governor();
-            return py::make_tuple(governor.level(), governor.raised(), governor.lowered());
-          },
-          "How careful admission is, and how often that was raised and lowered.")
-      .def_property_readonly(
-          "recomputed_share",
-          [](const BoundEngine& self) { return self.engine().governor().wasted(); },
-          "Of the recent work, the part that had been done before; core/recompute_governor.h.");
+          py::return_value_policy::reference_internal);
 }
 
 }  // namespace
@@ -555,6 +545,7 @@ void bind_engine(py::module_& module) {
   py::class_<BoundEngine> engine(module, "Engine",
                                  "Sequences, blocks and books; see core/engine.h.");
   bind_prefixes(engine);
+  bind_governor(engine);
   engine
       .def(py::init(&make_engine), py::kw_only(), py::arg("blocks"), py::arg("slots_per_block"),
            py::arg("context_tokens"), py::arg("token_budget"), py::arg("sequences_max"),
