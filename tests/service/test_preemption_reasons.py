@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import datetime, timezone
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import structlog
 from book_writer import receipt
 from scoped_core import ScopedCore
 from test_recent_requests import ended
 
+from kvledger.admission import _log_end
 from kvledger.books.lines import receipt_line
 from kvledger.cli.explain import table, times, why_preempted
 from kvledger.rpc.diagnosis import _explained
@@ -54,6 +57,19 @@ def test_the_books_have_what_there_was() -> None:
     assert line["preempted_for"] == {"own": 2, "itself": 1}
     assert line["preemptions"] == 3
     assert "preempted_for" not in receipt_line(request, NOON)
+
+
+def test_the_log_has_them_where_there_were_any() -> None:
+    """An operator who has no books kept could not tell why a request took so long."""
+    entry: Any = SimpleNamespace(request_id="id", tenant="t", samples=1, constraint=None)
+    with structlog.testing.capture_logs() as lines:
+        _log_end(entry, preempted(own=2, paused=1))
+        _log_end(entry, receipt())
+    first, second = lines
+    assert first["event"] == second["event"] == "request_finished"
+    assert first["preempted_for"] == {"own": 2, "paused": 1}
+    assert first["requeued_ms"] == 310.0
+    assert "preempted_for" not in second
 
 
 def test_a_sentence_says_why_and_what_it_cost() -> None:
