@@ -1,12 +1,15 @@
 """What a pool that is too small costs, by the scheduler alone: the real core in simulated time.
 
     python -m bench.pressure [--lengths CSV] [--seconds N] [--pools 0.5 0.25] [--loads 1 2 4]
+                             [--seeds N] [--arms before newest now]
 
 Requests come one by one, at a multiple of what the machine answers when memory is no matter, to
 pools that are a part of what would be in use then. Their clients set no limit on the output that
 says anything; how long it gets is the model's to decide. Who finds the queue full is turned away.
-Each load runs twice: as it is, and with admissions that look at nothing but a free block for
-everybody who runs (`before`).
+Each load runs in several ways: as it is (`now`); without waiting for blocks that are about to come
+back (`prices`); so, and with the newest sequence as the victim, whatever it costs (`newest`); all
+of these with admissions that look at nothing but a free block for everybody who runs (`blind`,
+`blind prices`, `before`).
 
 good       output tokens a second of requests whose time per output token was below 150 ms
 again      of all tokens computed, those that had been computed before a preemption
@@ -46,6 +49,26 @@ LONGEST = 8000  # prompt and output; longer ones of a trace are left out
 BLOCKS_LEAST = LONGEST // SLOTS + 20  # every request fits
 END, WORD = 2, 7
 
+
+@dataclass(frozen=True)
+class Arm:
+    """What of the scheduler is as it is, and not as it was."""
+
+    forecast: bool = True
+    priced_victims: bool = True
+    wait_steps_max: int = 16
+
+
+NOW = "now"
+ARMS = {
+    NOW: Arm(),
+    "prices": Arm(wait_steps_max=0),
+    "newest": Arm(priced_victims=False, wait_steps_max=0),
+    "blind": Arm(forecast=False),
+    "blind prices": Arm(forecast=False, wait_steps_max=0),
+    "before": Arm(forecast=False, priced_victims=False, wait_steps_max=0),
+}
+
 Lengths = Callable[[random.Random], tuple[int, int]]
 
 
@@ -81,6 +104,17 @@ class Outcome:
     tpot: list[float] = field(default_factory=list)
     ttft: list[float] = field(default_factory=list)
 
+    def add(self, other: Outcome) -> None:
+        """Another run of the same load."""
+        seconds = self.seconds + other.seconds
+        self.running = (self.running * self.seconds + other.running * other.seconds) / seconds
+        self.seconds = seconds
+        for name in ("ended", "tokens", "good", "refused", "computed", "again", "preempted"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.preempted_most = max(self.preempted_most, other.preempted_most)
+        self.tpot += other.tpot
+        self.ttft += other.ttft
+
     @property
     def wasted(self) -> float:
         """The part of all tokens computed that were computed again."""
@@ -99,7 +133,7 @@ class Outcome:
 
 
 HEAD = (
-    f"{'':26} {'good/s':>8} {'tok/s':>8} {'again':>8} {'preempted':>8} {'run':>5} "
+    f"{'':30} {'good/s':>8} {'tok/s':>8} {'again':>8} {'preempted':>8} {'run':>5} "
     f"{'TPOT p50':>6} {'p99':>5} {'TTFT p50':>7} {'p99':>6} {'refused':>8}"
 )
 
@@ -116,7 +150,7 @@ class Load:
     """One core, its clock, and requests that come at random."""
 
     def __init__(
-        self, machine: Machine, blocks: int, lengths: Lengths, seed: int, forecast: bool
+        self, machine: Machine, blocks: int, lengths: Lengths, seed: int, arm: Arm
     ) -> None:
         self._machine = machine
         self._lengths = lengths
@@ -133,7 +167,9 @@ class Load:
             prefill_time_max=50_000_000,
             seed=seed,
             reuses_prefixes=False,
-            forecast=forecast,
+            forecast=arm.forecast,
+            priced_victims=arm.priced_victims,
+            wait_steps_max=arm.wait_steps_max,
             now=0,
         )
         self._open: dict[int, _Request] = {}
@@ -221,7 +257,7 @@ class Load:
 
 def demand(machine: Machine, lengths: Lengths, seconds: float) -> tuple[float, int]:
     """Requests a second where memory is no matter, and the blocks that they use."""
-    load = Load(machine, 16384, lengths, 0, forecast=False)
+    load = Load(machine, 16384, lengths, 0, ARMS["before"])
     outcome = load.run(rate=1000.0, seconds=seconds, queue=2 * SEQUENCES)
     books = random.Random(1)
     sizes = [lengths(books) for _ in range(4000)]
@@ -237,16 +273,19 @@ def measure(machine: Machine, lengths: Lengths, options: argparse.Namespace) -> 
     print(f"\n{machine.name}: {rate:.2f} requests a second, {blocks} blocks in use\n{HEAD}")
     bars: list[Bar] = []
     for pool in options.pools:
-        arms: dict[bool, list[Outcome]] = {True: [], False: []}
+        arms: dict[str, list[Outcome]] = {arm: [] for arm in options.arms}
         for load in options.loads:
-            for forecast in (False, True):
+            for arm in options.arms:
                 size = max(BLOCKS_LEAST, round(pool * blocks))
-                run = Load(machine, size, lengths, 1, forecast)
-                outcome = run.run(rate * load, options.seconds)
-                arms[forecast].append(outcome)
-                name = f"pool {pool:g}, load {load:g}{'' if forecast else ', before'}"
-                print(f"{name:26} {outcome.row()}", flush=True)
-        bars += bars_of(f"{machine.name}, pool {pool:g}", arms[True], arms[False])
+                outcome = Outcome()
+                for seed in range(1, options.seeds + 1):
+                    run = Load(machine, size, lengths, seed, ARMS[arm])
+                    outcome.add(run.run(rate * load, options.seconds))
+                arms[arm].append(outcome)
+                name = f"pool {pool:g}, load {load:g}{'' if arm == NOW else ', ' + arm}"
+                print(f"{name:30} {outcome.row()}", flush=True)
+        if {NOW, "before"} <= arms.keys():
+            bars += bars_of(f"{machine.name}, pool {pool:g}", arms[NOW], arms["before"])
     return bars
 
 
@@ -289,8 +328,10 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--lengths", type=Path, help="a CSV with ContextTokens, GeneratedTokens")
     parser.add_argument("--seconds", type=positive, default=1000.0, help="simulated, of each load")
+    parser.add_argument("--seeds", type=int, default=1, help="runs of each, added up")
     parser.add_argument("--pools", type=positive, nargs="+", default=[2.0, 0.5, 0.25])
     parser.add_argument("--loads", type=positive, nargs="+", default=[0.5, 1.0, 2.0, 4.0])
+    parser.add_argument("--arms", choices=list(ARMS), nargs="+", default=["before", "newest", NOW])
     parser.add_argument("--machine", choices=["cpu", "gpu", "both"], default="both")
     options = parser.parse_args(arguments)
     lengths = lengths_of(options.lengths) if options.lengths else made_up_lengths

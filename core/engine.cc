@@ -426,6 +426,10 @@ void Engine::write_receipt(const Request& request, const Sequence& last) {
   receipt.reused_own = request.reused_own;
   receipt.reused_shared = request.reused_shared;
   receipt.preemptions = request.preemptions;
+  receipt.preempted_own = request.preempted_for.own;
+  receipt.preempted_others = request.preempted_for.others;
+  receipt.preempted_itself = request.preempted_for.itself;
+  receipt.preempted_paused = request.preempted_for.paused;
   receipt.peak_blocks = statement.held_peak.value();
   receipt.queued = last.times.queued;
   receipt.prefill = last.times.prefill;

@@ -68,6 +68,8 @@ class TenantLine {
 
   // The scheduler's, within one plan: who of this tenant came first of those that may be computed.
   const Sequence* oldest = nullptr;
+  // The scheduler's, while it looks for a victim: blocks of those that run, as if none were shared.
+  BlockCount listed;
   // How long its outputs get.
   OutputLengths lengths;
 

@@ -23,6 +23,7 @@ void RecomputeGovernor::count(std::int64_t computed, std::int64_t again) {
   const double kept = std::exp2(-static_cast<double>(computed) / kWindow);
   computed_ = computed_ * kept + static_cast<double>(computed);
   again_ = again_ * kept + static_cast<double>(again);
+  wasted_.store(computed_ > 0 ? again_ / computed_ : 0.0, std::memory_order_relaxed);
   since_move_ += computed;
   if (since_move_ < kPause) {
     return;

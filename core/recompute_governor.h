@@ -6,7 +6,7 @@
 // falls; in between it stays, and after a move it stays for kPause tokens, in which the move can
 // show. A level is worth so many deviations more of what a forecast may be off (memory_forecast.h).
 //
-// Equal counts give equal levels. O(1). One thread counts; any may read level() and moves().
+// Equal counts give equal levels. O(1). One thread counts; any may read what it says.
 
 #pragma once
 
@@ -32,7 +32,7 @@ class RecomputeGovernor {
   std::int64_t level() const noexcept { return level_.load(std::memory_order_relaxed); }
   double deviations() const noexcept;
   // The part of recent work that was done again.
-  double wasted() const noexcept { return computed_ > 0 ? again_ / computed_ : 0.0; }
+  double wasted() const noexcept { return wasted_.load(std::memory_order_relaxed); }
   std::int64_t raised() const noexcept { return raised_.load(std::memory_order_relaxed); }
   std::int64_t lowered() const noexcept { return lowered_.load(std::memory_order_relaxed); }
 
@@ -40,6 +40,7 @@ class RecomputeGovernor {
   double computed_ = 0.0;
   double again_ = 0.0;
   std::int64_t since_move_ = kPause;
+  std::atomic<double> wasted_{0.0};
   std::atomic<std::int64_t> level_{0};
   std::atomic<std::int64_t> raised_{0};
   std::atomic<std::int64_t> lowered_{0};

@@ -11,6 +11,13 @@ bool is_running(const Sequence& sequence) noexcept {
 
 }  // namespace
 
+void PreemptionReasons::add(const PreemptionReasons& more) noexcept {
+  own += more.own;
+  others += more.others;
+  itself += more.itself;
+  paused += more.paused;
+}
+
 const Sequence* Request::source() const noexcept {
   for (const Sequence* sample : samples) {
     if (is_running(*sample) && sample->computed >= sample->prompt_count) {
@@ -42,6 +49,7 @@ void Request::absorb(const Sequence& ended) noexcept {
   reused_own += ended.reused_own;
   reused_shared += ended.reused_shared;
   preemptions += ended.preemptions;
+  preempted_for.add(ended.preempted_for);
   const std::int64_t outputs = ended.output_count();
   uncached_tokens += outputs * ended.prompt_count + outputs * (outputs - 1) / 2;
 }

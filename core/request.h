@@ -22,6 +22,20 @@ namespace kvledger {
 
 struct Sequence;
 
+// How often sequences lost their blocks, by what for. Their sum is all of them.
+struct PreemptionReasons {
+  // Another sequence of its own tenant needed a block, or it did itself at its tenant's limit.
+  std::int64_t own = 0;
+  // Another tenant's sequence needed one.
+  std::int64_t others = 0;
+  // It needed one itself, and nobody behind it had any to give.
+  std::int64_t itself = 0;
+  // Somebody needed one while it was paused.
+  std::int64_t paused = 0;
+
+  void add(const PreemptionReasons& more) noexcept;
+};
+
 struct Request {
   Request(SequenceId first, RequestAccount ledger_account) noexcept
       : id(first), account(ledger_account) {}
@@ -55,6 +69,7 @@ struct Request {
   std::int64_t reused_own = 0;
   std::int64_t reused_shared = 0;
   std::int64_t preemptions = 0;
+  PreemptionReasons preempted_for;
   // Tokens that a model without kept keys and values would have computed for the same output: all
   // of the context, again for each token.
   std::int64_t uncached_tokens = 0;

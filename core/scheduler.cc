@@ -36,6 +36,7 @@ Scheduler::Scheduler(const SchedulerSettings& settings, std::int32_t slots_per_b
   leaders_.reserve(rows);
   candidates_.reserve(rows);
   passed_over_.reserve(kLookahead);
+  victims_.reserve(rows);
   at_limit_.reserve(2 * kAtLimitMax);
   backlogged_.reserve(rows + kLookahead + 1);
 }
@@ -162,10 +163,15 @@ std::int64_t Scheduler::choose_decode(Nanoseconds now, StepPlan& plan, StepRepor
     const std::int64_t tokens =
         std::min(sequence.pending(), settings_.token_budget - chosen - behind);
     const std::size_t before = i;
-    const bool grown = grow(i, tokens, now, plan, report);
+    const Growth growth = grow(i, tokens, now, plan, report);
     paused_before -= static_cast<std::int64_t>(before - i);  // only paused ones left
-    if (!grown) {
-      preempt(sequence, StepBooks::kForItself, now, report);  // the next sequence is now at index i
+    sequence.waited_steps = growth == Growth::kWaits ? sequence.waited_steps + 1 : 0;
+    if (growth == Growth::kWaits) {
+      ++i;
+      continue;
+    }
+    if (growth == Growth::kNobodyBehind) {
+      preempt(sequence, sequence, now, report);  // the next sequence is now at index i
       continue;
     }
     chunks_.push_back(Chunk{&sequence, tokens});
@@ -176,21 +182,25 @@ std::int64_t Scheduler::choose_decode(Nanoseconds now, StepPlan& plan, StepRepor
 }
 
 // Makes room for `tokens` more tokens of the sequence at `index`, by preempting others if it must;
-// `index` follows it. False if even that was not enough.
-bool Scheduler::grow(std::size_t& index, std::int64_t tokens, Nanoseconds now, StepPlan& plan,
-                     StepReport& report) {
+// `index` follows it. Who waits has taken nothing.
+Scheduler::Growth Scheduler::grow(std::size_t& index, std::int64_t tokens, Nanoseconds now,
+                                  StepPlan& plan, StepReport& report) {
   Sequence& sequence = *running_[index];
+  bool may_wait = true;
   for (BlockCount missing = blocks_.missing(sequence, tokens); missing > kNone;) {
     if (sequence.reservation.remaining() == kNone) {
       std::optional<Reservation> one = cache_.reserve(sequence.account, sequence.tenant, kOne);
       if (!one) {
-        const std::size_t victim = victim_for(index);
-        if (victim == running_.size()) {
-          return false;
+        collect_victims(index);
+        if (may_wait && should_wait(sequence)) {
+          return Growth::kWaits;
         }
-        preempt(*running_[victim],
-                running_[victim]->paused ? StepBooks::kPaused : StepBooks::kForAnother, now,
-                report);
+        if (victims_.empty()) {
+          return Growth::kNobodyBehind;
+        }
+        may_wait = false;
+        const std::size_t victim = choose_victim();
+        preempt(*running_[victim], sequence, now, report);
         index -= victim < index ? 1 : 0;
         missing = blocks_.missing(sequence, tokens);  // a victim may have shared its last block
         continue;
@@ -199,26 +209,9 @@ bool Scheduler::grow(std::size_t& index, std::int64_t tokens, Nanoseconds now, S
     }
     blocks_.take(sequence, plan);
     missing -= kOne;
+    may_wait = false;
   }
-  return true;
-}
-
-// Whom the sequence at `index` may preempt: the last one paused, else the last one behind it; the
-// number running if there is none.
-std::size_t Scheduler::victim_for(std::size_t index) const {
-  std::size_t victim = running_.size();
-  for (std::size_t i = running_.size(); i-- > 0;) {
-    if (is_protected(*running_[i]) || !would_help(*running_[i], *running_[index])) {
-      continue;
-    }
-    if (running_[i]->paused) {
-      return i;
-    }
-    if (victim == running_.size() && i > index) {
-      victim = i;
-    }
-  }
-  return victim;
+  return Growth::kHasAll;
 }
 
 void Scheduler::note_oldest() noexcept {
@@ -354,28 +347,6 @@ void Scheduler::remove(Sequence& sequence) {
   Request& request = *sequence.request;
   std::erase(request.samples, &sequence);
   arrange(request);
-}
-
-// Whether a victim's blocks could be another's: not where that one is at its own tenant's limit,
-// and not where the victim's tenant has only what it was guaranteed.
-bool Scheduler::would_help(const Sequence& victim, const Sequence& other) const {
-  const PoolShares& shares = cache_.shares();
-  return victim.tenant == other.tenant ||
-         (shares.left_to(other.tenant) > kNone && shares.is_beyond_guarantee(victim.tenant));
-}
-
-void Scheduler::preempt(Sequence& sequence, StepBooks::Preempted why, Nanoseconds now,
-                        StepReport& report) {
-  KVL_CHECK(!sequence.in_step);
-  KVL_CHECK(!is_protected(sequence));
-  report.preemptions.push_back(Preemption{sequence.id.value(), sequence.computed});
-  leave_running(sequence);
-  books_.preempted(why);
-  sequence.computed = 0;
-  ++sequence.preemptions;
-  sequence.spend(now, Sequence::Activity::kQueued);
-  join_queue(sequence);
-  arrange(*sequence.request);
 }
 
 void Scheduler::leave_running(Sequence& sequence) {

@@ -23,11 +23,32 @@
 // ever change that. One that does not fit, now or later, may be overtaken by `overtakes_max`
 // others, then nobody passes it.
 //
-// Preemption. When a sequence needs a block and none is free, the lowest ranked one behind it
-// gives its blocks back and will be recomputed; if there is none behind it, it steps back itself.
+// Preemption. When a sequence needs a block and none is free, one behind it gives its blocks back
+// and will be recomputed; if there is none behind it, it steps back itself. Which one is a matter
+// of price (scheduler_victims.cc): the time that computing it again is expected to take, for each
+// of its blocks that comes back and is of use. Of use are as many as those that decode are expected
+// to take while each makes a block's tokens, less what comes back by itself meanwhile. Who is
+// expected to be among the latter is spared if there is anybody else, and so are tenants that hold
+// less than half of what the one in need holds: few lose no blocks to who has many. Of equals the
+// newest goes.
+//
+// Or it waits: it sits out the step and keeps its blocks, where those who go on in this step are
+// more likely than not to give some back within `wait_steps_max` steps, and so many tokens of its
+// own are cheaper than computing a victim again. Nobody waits for who is paused, nor longer than
+// that in a row, nor the first who decodes.
+//
+// Prices know what the sequence's own tenant shares: what others of it hold as well does not come
+// back, and needs not be computed again. Between tenants they do not, nor what shared scopes have:
+// there it is as if nothing had been cached or shared, so that nobody's loss tells what another
+// has.
+//
 // After `preemptions_max` times a sequence returns only with everything reserved that it can ever
-// need, and is no victim again. So there is no deadlock: whoever may not be preempted never needs a
-// block, the first of the others may preempt all the rest, and any one sequence fits alone. What is
+// need, and is no victim again. So there is no deadlock, whatever the prices are: whoever may not
+// be preempted never needs a block, the first of the others may preempt all the rest one after the
+// other, and any one sequence fits alone. The first never waits, so every step has somebody who
+// goes on. There is no starvation either: each preemption uses up one of those that its victim puts
+// up with, so there are at most `preemptions_max` for each sequence, and then it goes on to its
+// end; and between two of its tokens a sequence waits for `wait_steps_max` steps at most. What is
 // expected holds up nobody for ever: those that run end, and when none does the first is admitted.
 //
 // Samples. The samples of a request wait in the queue like other sequences, but only one of them
@@ -53,7 +74,8 @@
 // needs a block it is the first victim, wherever it stands: who does not take tokens should not
 // cost anybody else theirs.
 //
-// A plan costs O(tokens in it + sequences running); nothing grows with the pool or with history. A
+// A plan costs O(tokens in it + sequences running), and as much again for each preemption, times
+// the logarithm of a sequence's blocks; nothing grows with the pool or with history. A
 // forecast is made in plans that could admit somebody, at so many points for each that runs.
 // One thread at a time.
 
@@ -103,6 +125,10 @@ struct SchedulerSettings {
   std::int64_t prefill_least = 4;
   // Whether admission looks ahead; false is for comparison.
   bool forecast = true;
+  // Whether victims are chosen by their price, and not the newest; false is for comparison.
+  bool priced_victims = true;
+  // Steps that a sequence waits for blocks before it takes somebody's; 0 is for comparison.
+  std::int64_t wait_steps_max = 16;
 };
 
 // Tokens that one sequence computes in a step.
@@ -212,12 +238,24 @@ class Scheduler {
   void leave_queue(Sequence& sequence);
   // Holds back the samples that wait for another to compute the prompt, and no others.
   void arrange(Request& request);
-  bool grow(std::size_t& index, std::int64_t tokens, Nanoseconds now, StepPlan& plan,
-            StepReport& report);
-  std::size_t victim_for(std::size_t index) const;
+  // What came of a sequence that needs blocks.
+  enum class Growth : std::uint8_t { kHasAll, kWaits, kNobodyBehind };
+  Growth grow(std::size_t& index, std::int64_t tokens, Nanoseconds now, StepPlan& plan,
+              StepReport& report);
+  void collect_victims(std::size_t index);
+  std::size_t choose_victim();
+  bool should_wait(const Sequence& needy) const;
   bool would_help(const Sequence& victim, const Sequence& other) const;
+  void list_blocks() noexcept;
+  BlockCount listed_blocks(const Sequence& sequence) const;
+  BlockCount staying_blocks(const Sequence& sequence) const;
+  double chance_to_go_on(const Sequence& sequence, std::int64_t tokens) const;
+  bool ends_soon(const Sequence& sequence) const;
+  double wanted_blocks() const;
+  double price(const Sequence& victim, BlockCount staying, double wanted) const;
   BlockCount room_for(TenantId tenant) const;
-  void preempt(Sequence& sequence, StepBooks::Preempted why, Nanoseconds now, StepReport& report);
+  void preempt(Sequence& victim, const Sequence& needy, Nanoseconds now, StepReport& report);
+  StepBooks::Preempted note_reason(Sequence& victim, const Sequence& needy);
   void book_delays(Nanoseconds prefill, Nanoseconds now) noexcept;
   BlockCount blocks_to_admit(const Sequence& sequence, std::int64_t shared_tokens) const;
   bool is_protected(const Sequence& sequence) const noexcept;
@@ -277,7 +315,8 @@ class Scheduler {
   // Used within one schedule(), kept to avoid allocation.
   std::vector<Candidate> candidates_;
   std::vector<Sequence*> passed_over_;
-  std::vector<Sequence*> at_limit_;  // that have no room in their own tenant's share
+  std::vector<std::size_t> victims_;  // of the best kind, the newest first
+  std::vector<Sequence*> at_limit_;   // that have no room in their own tenant's share
   std::vector<Chunk> chunks_;
   std::vector<Leader> leaders_;
   std::size_t decode_chunks_ = 0;

@@ -180,7 +180,10 @@ struct Sequence {
   EndReason end_reason = EndReason::kStop;
 
   std::int64_t overtaken = 0;
+  // Steps in a row that it sat out, because it needs a block and others are about to give some.
+  std::int64_t waited_steps = 0;
   std::int64_t preemptions = 0;
+  PreemptionReasons preempted_for;
   std::int64_t computed_tokens = 0;  // each time they were
   std::int64_t recomputed_tokens = 0;
   // Tokens that it did not compute because another sample had.

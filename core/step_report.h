@@ -70,6 +70,11 @@ struct Receipt {
   std::int64_t reused_own = 0;
   std::int64_t reused_shared = 0;
   std::int64_t preemptions = 0;
+  // Of these, by what for (PreemptionReasons); together they are all.
+  std::int64_t preempted_own = 0;
+  std::int64_t preempted_others = 0;
+  std::int64_t preempted_itself = 0;
+  std::int64_t preempted_paused = 0;
   std::int64_t peak_blocks = 0;
   std::int64_t queued = 0;
   std::int64_t prefill = 0;

@@ -137,6 +137,15 @@ std::int64_t StepTimeModel::prefill_like(std::int64_t tokens,
   return fits;
 }
 
+double StepTimeModel::cost_of(std::int64_t tokens, std::int64_t computed) const noexcept {
+  const std::int64_t keys = keys_of_chunk(computed, tokens);
+  const bool is_known = prefill_.predict(prefill_features(1, 1)) > 0.0;
+  if (tokens == 0 || is_known) {
+    return tokens == 0 ? 0.0 : prefill_.predict(prefill_features(tokens, keys));
+  }
+  return static_cast<double>(tokens) * kTokens + static_cast<double>(keys) * kKeys;
+}
+
 Nanoseconds StepTimeModel::expected(const StepWork& work) const noexcept {
   double sum = 0.0;
   if (work.decode_tokens > 0) {

@@ -76,6 +76,10 @@ class StepTimeModel {
 
   // Expected time of a step; 0 where nothing like it was observed.
   Nanoseconds expected(const StepWork& work) const noexcept;
+  // What computing `tokens` tokens behind `computed` others costs: milliseconds, or, before prompts
+  // were observed, tokens and a little for the keys that they read. Only what one answer is of
+  // another of the same moment means anything.
+  double cost_of(std::int64_t tokens, std::int64_t computed) const noexcept;
   // Expected time of the decode part alone; 0 before anything was observed.
   Nanoseconds decode_time(std::int64_t tokens, std::int64_t keys) const noexcept;
 

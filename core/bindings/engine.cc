@@ -13,6 +13,7 @@
 
 #include "core/bindings/bindings.h"
 #include "core/bindings/bound_engine.h"
+#include "core/bindings/recompute_governor.h"
 
 namespace py = pybind11;
 using namespace pybind11::literals;
@@ -171,11 +172,13 @@ std::unique_ptr<BoundEngine> make_engine(
     std::int64_t aging_per_priority, std::int64_t overtakes_max, std::int64_t preemptions_max,
     std::int64_t step_time_max, std::int64_t step_stretch, std::int64_t prefill_time_max,
     bool reuses_prefixes, std::uint64_t seed, double cost_growth, bool times_prefixes,
-    bool times_books, bool forecast, std::int64_t now) {
+    bool times_books, bool forecast, bool priced_victims, std::int64_t wait_steps_max,
+    std::int64_t now) {
   require(blocks >= 1 && blocks < (std::int64_t{1} << 31), "blocks must be from 1 to 2^31 - 1");
   require(slots_per_block >= 1, "slots_per_block must be at least 1");
   require(context_tokens >= 2, "context_tokens must be at least 2");
   require(sequences_max >= 1, "sequences_max must be at least 1");
+  require(wait_steps_max >= 0, "wait_steps_max cannot be negative");
   require(step_time_max >= 0 && step_stretch >= 0 && prefill_time_max >= 0,
           "limits of a step cannot be negative");
   require(token_budget >= sequences_max,
@@ -191,6 +194,8 @@ std::unique_ptr<BoundEngine> make_engine(
   settings.scheduler.step_stretch = step_stretch;
   settings.scheduler.prefill_time_max = prefill_time_max;
   settings.scheduler.forecast = forecast;
+  settings.scheduler.priced_victims = priced_victims;
+  settings.scheduler.wait_steps_max = wait_steps_max;
   settings.blocks = BlockCount{blocks};
   settings.slots_per_block = slots_per_block;
   settings.context_tokens = context_tokens;
@@ -318,10 +323,11 @@ void bind_records() {
   PYBIND11_NUMPY_DTYPE(OutputToken, sequence, token, end_reason);
   PYBIND11_NUMPY_DTYPE(Receipt, sequence, tenant, end_reason, prompt_tokens, output_tokens,
                        computed_tokens, recomputed_tokens, shared_tokens, reused_own, reused_shared,
-                       preemptions, peak_blocks, queued, prefill, decode, paused, prefill_delayed,
-                       decode_delayed, requeued, compute, uncached_tokens, held_seconds,
-                       reserved_seconds, scope_seconds, saved_seconds, held_nanos, reserved_nanos,
-                       scope_nanos, saved_nanos);
+                       preemptions, preempted_own, preempted_others, preempted_itself,
+                       preempted_paused, peak_blocks, queued, prefill, decode, paused,
+                       prefill_delayed, decode_delayed, requeued, compute, uncached_tokens,
+                       held_seconds, reserved_seconds, scope_seconds, saved_seconds, held_nanos,
+                       reserved_nanos, scope_nanos, saved_nanos);
 }
 
 BatchView batch_of(const Plan& plan) {
@@ -517,14 +523,7 @@ void bind_prefixes(py::class_<BoundEngine>& engine) {
       .def_property_readonly(
           "step_books",
           [](const BoundEngine& self) -> const auto& { return self.engine().step_books(); },
-          py::return_value_policy::reference_internal)
-      .def_property_readonly(
-          "governor",
-          [](const BoundEngine& self) {
-            const RecomputeGovernor& governor = self.engine().governor();
-            return py::make_tuple(governor.level(), governor.raised(), governor.lowered());
-          },
-          "How careful admission is, and how often that was raised and lowered.");
+          py::return_value_policy::reference_internal);
 }
 
 }  // namespace
@@ -546,6 +545,7 @@ void bind_engine(py::module_& module) {
   py::class_<BoundEngine> engine(module, "Engine",
                                  "Sequences, blocks and books; see core/engine.h.");
   bind_prefixes(engine);
+  bind_governor(engine);
   engine
       .def(py::init(&make_engine), py::kw_only(), py::arg("blocks"), py::arg("slots_per_block"),
            py::arg("context_tokens"), py::arg("token_budget"), py::arg("sequences_max"),
@@ -554,7 +554,8 @@ void bind_engine(py::module_& module) {
            py::arg("step_time_max") = 0, py::arg("step_stretch") = 0,
            py::arg("prefill_time_max") = 0, py::arg("reuses_prefixes") = false, py::arg("seed") = 0,
            py::arg("cost_growth") = 0.0, py::arg("times_prefixes") = false,
-           py::arg("times_books") = false, py::arg("forecast") = true, py::arg("now"))
+           py::arg("times_books") = false, py::arg("forecast") = true,
+           py::arg("priced_victims") = true, py::arg("wait_steps_max") = 16, py::arg("now"))
       .def("plan", &plan_step, py::arg("now"), py::arg("arrivals") = py::none(),
            py::arg("end_ids").noconvert() = py::none(),
            py::arg("end_reasons").noconvert() = py::none(),

@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -523,7 +523,18 @@ def _log_end(entry: _Entry, receipt: Receipt | None) -> None:
         prefill_ms=round(receipt.prefill / 1e6, 3),
         decode_ms=round(receipt.decode / 1e6, 3),
         stalled_ms=round(receipt.paused / 1e6, 3),
+        **_why_preempted(receipt),
     )
+
+
+def _why_preempted(receipt: Receipt) -> dict[str, Any]:
+    """What a request's preemptions were for, and its waits after them; nothing without any."""
+    if not receipt.preemptions:
+        return {}
+    return {
+        "preempted_for": receipt.preempted_for,
+        "requeued_ms": round(receipt.requeued / 1e6, 3),
+    }
 
 
 def _why_refused(error: Exception) -> str:

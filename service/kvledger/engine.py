@@ -25,6 +25,7 @@ from kvledger import _core
 from kvledger.arrivals import as_arrays, share_numbers
 from kvledger.books.desk import BooksDesk
 from kvledger.errors import DeviceLost
+from kvledger.governor_log import GovernorLog
 from kvledger.jobs import EndReason, Job
 from kvledger.logit_changes import LogitChanges
 from kvledger.logprobs import PromptLogprobs, TokenLogprobs
@@ -168,6 +169,7 @@ class Engine:
         self._scores = PromptScores()
         self._stoppable: set[int] = set()  # sequences with tokens of their own that end them
         self._last_report: _core.Report | None = None
+        self._governor_log = GovernorLog(core)
         self._compute_before = core.compute_totals  # of whoever tried the core
         self._step_nanoseconds = 0
         self._forward_nanoseconds = 0  # of that, the model
@@ -416,6 +418,7 @@ class Engine:
         ended = time.monotonic_ns()
         report = self._core.commit(step, tokens, None, ended)
         self._step_nanoseconds += ended - began
+        self._governor_log.look()
         self._uncommitted = None
         if self._stoppable:
             self._end_at_stop_ids(report)

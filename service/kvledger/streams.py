@@ -62,12 +62,29 @@ class Receipt:
     # Of `prefill` and `decode`, what the time for others' prompts in these steps was.
     prefill_delayed: int = 0
     decode_delayed: int = 0
+    # Of `preemptions`, by what for (core/request.h): its own tenant's sequences or limit, another
+    # tenant's, itself because nobody behind it had blocks to give, while its reader was behind.
+    preempted_own: int = 0
+    preempted_others: int = 0
+    preempted_itself: int = 0
+    preempted_paused: int = 0
     cost: Cost | None = None
 
     @property
     def life(self) -> int:
         """Nanoseconds from arrival to end."""
         return self.queued + self.prefill + self.decode + self.paused
+
+    @property
+    def preempted_for(self) -> dict[str, int]:
+        """Preemptions by what for, where there were any."""
+        counts = {
+            "own": self.preempted_own,
+            "others": self.preempted_others,
+            "itself": self.preempted_itself,
+            "paused": self.preempted_paused,
+        }
+        return {reason: count for reason, count in counts.items() if count}
 
     @property
     def held_time(self) -> int:

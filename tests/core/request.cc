@@ -82,12 +82,17 @@ TEST_CASE("what samples cost adds up") {
     sample.computed_tokens = 10;
     sample.recomputed_tokens = 2;
     sample.shared_tokens = 4;
-    sample.preemptions = 1;
+    sample.preemptions = 10;
+    sample.preempted_for = {1, 2, 3, 4};
     samples.request->absorb(sample);
   }
   CHECK(samples.request->output_tokens == 0 + 1 + 2);
   CHECK(samples.request->computed_tokens == 30);
   CHECK(samples.request->recomputed_tokens == 6);
   CHECK(samples.request->shared_tokens == 12);
-  CHECK(samples.request->preemptions == 3);
+  CHECK(samples.request->preemptions == 30);
+  CHECK(samples.request->preempted_for.own == 3);
+  CHECK(samples.request->preempted_for.others == 6);
+  CHECK(samples.request->preempted_for.itself == 9);
+  CHECK(samples.request->preempted_for.paused == 12);
 }

@@ -25,7 +25,7 @@ TEST_CASE("records are plain data without gaps") {
   static_assert(sizeof(Preemption) == 16);
   static_assert(sizeof(Refusal) == 24);
   static_assert(sizeof(OutputToken) == 16);
-  static_assert(sizeof(Receipt) == 8 + 2 * 4 + 18 * 8 + 4 * 8 + 4 * 4);
+  static_assert(sizeof(Receipt) == 8 + 2 * 4 + 22 * 8 + 4 * 8 + 4 * 4);
   CHECK(true);
 }
 

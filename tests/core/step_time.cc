@@ -199,3 +199,17 @@ TEST_CASE("times that make no sense leave the model usable") {
   CHECK(chosen >= 0);
   CHECK(chosen <= 64);
 }
+
+TEST_CASE("what computing tokens costs is their time, and before that is known their number") {
+  // If this fails, sequences are preempted for the blocks that are dearest to compute again.
+  StepTimeModel model;
+  CHECK(model.cost_of(0, 1000) == 0.0);
+  CHECK(model.cost_of(200, 0) > 1.9 * model.cost_of(100, 0));
+  CHECK(model.cost_of(200, 0) < 2.1 * model.cost_of(100, 0));
+  CHECK(model.cost_of(100, 4000) > model.cost_of(100, 0));  // for the keys that they read
+  const Machine machine;
+  teach(model, machine);
+  CHECK(model.cost_of(0, 1000) == 0.0);
+  CHECK(model.cost_of(300, 0) == doctest::Approx(300 + 4.5).epsilon(0.1));
+  CHECK(model.cost_of(300, 2000) == doctest::Approx(300 + 64.5).epsilon(0.1));
+}

@@ -115,6 +115,10 @@ class RecordingCore:
     def governor(self) -> tuple[int, int, int]:
         return self.core.governor
 
+    @property
+    def recomputed_share(self) -> float:
+        return self.core.recomputed_share
+
     def set_shares(self, *arguments: Any) -> None:
         self.core.set_shares(*arguments)
 

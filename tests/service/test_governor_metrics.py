@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import structlog
 from engine_harness import Harness
 from prometheus_client import CollectorRegistry
 
+from kvledger.governor_log import GovernorLog
 from kvledger.metrics.clock import BooksClock
 from kvledger.metrics.governor import GovernorMetrics
 
@@ -34,9 +38,30 @@ def test_an_engine_that_computes_again_says_so() -> None:
     assert harness.engine.governor == (0, 0, 0)
     for sequence in range(12):
         harness.submit(sequence, "abcabcabc", max_tokens=20, ignore_eos=True)
-    harness.engine.start()
-    again = sum(int(harness.receipt(sequence)["recomputed_tokens"]) for sequence in range(12))
-    harness.close()
+    with structlog.testing.capture_logs() as lines:
+        harness.engine.start()
+        again = sum(int(harness.receipt(sequence)["recomputed_tokens"]) for sequence in range(12))
+        harness.close()
     assert again > 0
     level, raised, lowered = harness.engine.governor
     assert (level, raised, lowered) == (1, 1, 0)
+    (moved,) = [line for line in lines if line["event"].startswith("governor_")]
+    assert (moved["event"], moved["level"]) == ("governor_raised", 1)
+    assert 0.02 < moved["recomputed_share"] < 1
+
+
+def test_each_move_is_logged_once() -> None:
+    """An operator would look for the minute in which it began among lines of every step."""
+    core = SimpleNamespace(governor=(0, 0, 0), recomputed_share=0.0)
+    log = GovernorLog(core)
+    with structlog.testing.capture_logs() as lines:
+        log.look()
+        core.governor, core.recomputed_share = (1, 1, 0), 0.031415926
+        log.look()
+        log.look()
+        core.governor, core.recomputed_share = (0, 1, 1), 0.004
+        log.look()
+    assert [(line["event"], line["level"], line["recomputed_share"]) for line in lines] == [
+        ("governor_raised", 1, 0.0314),
+        ("governor_lowered", 0, 0.004),
+    ]

@@ -24,6 +24,7 @@ Case draw_mixed(Random& random) {
   scheduler.prefill_time_max = random.chance(500) ? random.between(1, 100'000'000) : 0;
   scheduler.prefill_least = random.between(1, 20);
   scheduler.forecast = random.chance(600);
+  scheduler.wait_steps_max = random.chance(500) ? random.between(1, 4) : random.between(0, 16);
   drawn.text.seed = random.next();
   drawn.text.vocabulary = static_cast<Token>(random.between(3, 300));
   drawn.started_at = random.between(-1'000'000'000'000, 1'000'000'000'000);

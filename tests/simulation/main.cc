@@ -61,9 +61,10 @@ void print(const char* title, const Outcome& outcome) {
               l(outcome.steps), l(outcome.accepted), l(outcome.refused), l(counts.chunks));
   std::printf(
       "%-12s %8lld preemptions (at most %lld of one sequence), %.1f %% of tokens "
-      "recomputed, passed at most %lld times, waited at most %lld steps\n",
+      "recomputed, %lld sat out, passed at most %lld times, waited at most %lld steps\n",
       "", l(counts.preemptions), l(counts.preemptions_max),
-      percent(counts.recomputed, counts.computed), l(counts.passes_max), l(counts.wait_steps_max));
+      percent(counts.recomputed, counts.computed), l(counts.sat_out), l(counts.passes_max),
+      l(counts.wait_steps_max));
   std::printf(
       "%-12s %8lld cancelled waiting, %lld in prefill, %lld in a step; %lld steps "
       "abandoned, %lld commits of many tokens\n",

@@ -20,6 +20,10 @@ void check_receipt(const Receipt& engine, const Receipt& model) {
   expect_equal("receipt: recomputed tokens", engine.recomputed_tokens, model.recomputed_tokens);
   expect_equal("receipt: shared tokens", engine.shared_tokens, model.shared_tokens);
   expect_equal("receipt: preemptions", engine.preemptions, model.preemptions);
+  expect_equal("receipt: for its own tenant", engine.preempted_own, model.preempted_own);
+  expect_equal("receipt: for others", engine.preempted_others, model.preempted_others);
+  expect_equal("receipt: for itself", engine.preempted_itself, model.preempted_itself);
+  expect_equal("receipt: while paused", engine.preempted_paused, model.preempted_paused);
   expect_equal("receipt: peak blocks", engine.peak_blocks, model.peak_blocks);
   expect_equal("receipt: queued", engine.queued, model.queued);
   expect_equal("receipt: prefill", engine.prefill, model.prefill);
@@ -85,6 +89,7 @@ void Model::commit(const std::vector<std::vector<Token>>& given, const StepRepor
   pass_time(now);
   begin_report();
   end_step();
+  step_time_.observe(step_work_, now_ - planned_at_);
   if (step_decodes_ > 0) {
     since_decode_ = step_prefills_ > 0 ? since_decode_ + 1 : 0;
   }
@@ -386,6 +391,10 @@ void Model::finish_one(std::uint64_t id, EndReason reason, const StepReport& rep
   receipt.recomputed_tokens += sequence.receipt.recomputed_tokens;
   receipt.shared_tokens += sequence.receipt.shared_tokens;
   receipt.preemptions += sequence.receipt.preemptions;
+  receipt.preempted_own += sequence.receipt.preempted_own;
+  receipt.preempted_others += sequence.receipt.preempted_others;
+  receipt.preempted_itself += sequence.receipt.preempted_itself;
+  receipt.preempted_paused += sequence.receipt.preempted_paused;
   counts_.preemptions_max = std::max(counts_.preemptions_max, sequence.receipt.preemptions);
   counts_.wait_steps_max = std::max(counts_.wait_steps_max, sequence.waited_steps);
   if (--request.live == 0) {

@@ -15,6 +15,7 @@
 
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <map>
 #include <span>
@@ -24,6 +25,7 @@
 #include "core/memory_forecast.h"
 #include "core/output_lengths.h"
 #include "core/recompute_governor.h"
+#include "core/step_time.h"
 #include "tests/simulation/fake_runner.h"
 
 namespace kvledger::simulation {
@@ -51,7 +53,8 @@ struct Modelled {
   std::int64_t computed = 0;
   std::int64_t planned = 0;  // tokens in the uncommitted step
   std::int64_t waited_steps = 0;
-  std::int64_t passed = 0;  // by others since it last ran
+  std::int64_t passed = 0;   // by others since it last ran
+  std::int64_t sat_out = 0;  // steps in a row, because it needs a block
 
   bool ran = false;
   bool paused = false;
@@ -94,6 +97,7 @@ struct ModelCounts {
   std::int64_t passes_max = 0;
   std::int64_t held_for_memory = 0;  // waited because memory would not have lasted
   std::int64_t wait_steps_max = 0;
+  std::int64_t sat_out = 0;  // steps of running sequences that waited for a block
 };
 
 // How far into the queue the scheduler looks in one step.
@@ -137,7 +141,6 @@ class Model {
     std::uint64_t id = 0;
     std::int32_t row = 0;
     std::int64_t held = 0;
-    bool paused = false;
     std::vector<std::int32_t> blocks;
   };
 
@@ -195,10 +198,34 @@ class Model {
   std::int64_t check_shares_of(std::span<const Modelled* const> one_tenants,
                                std::int64_t budget) const;
 
+  // model_victims.cc: decode tokens are chosen once more, one block after the other, to see who has
+  // to give some.
+  struct Standing {
+    Modelled* sequence = nullptr;
+    std::vector<std::int32_t> blocks;
+    std::int64_t promised = 0;
+
+    double listed() const noexcept {
+      return static_cast<double>(blocks.size()) + static_cast<double>(promised);
+    }
+  };
+  using Standings = std::vector<Standing>;
+  void foretell_decodes(const StepPlanView& plan, const StepReport& report);
+  bool sits_out(const Modelled& sequence, const StepPlanView& plan, const StepReport& report) const;
+  bool should_wait(const Standings& all, std::size_t needy,
+                   std::span<const Modelled* const> chosen);
+  Standings standings();
+  std::int64_t missing(const Standings& all, const Standing& one, std::int64_t tokens) const;
+  void take_block(const Standings& all, Standing& one) const;
+  void check_victim(const Standings& all, std::size_t needy, const Modelled& victim);
+  std::array<int, 3> kind_of(const Standings& all, const Standing& one, const Standing& needy);
+  double price_of(const Standing& one, std::int64_t kept_blocks, double wanted) const;
+  double wanted_blocks(const Standings& all);
+  double chance_to_go_on(const Modelled& sequence, std::int64_t tokens);
+
   // model_plan.cc: the rules of a plan, in the order in which they are looked at.
   void check_preemption_was_needed(const StepReport& report) const;
   void preempt(const StepReport& report);
-  void check_victims(std::span<const std::uint64_t> ran_before) const;
   void note_held_back();
   const Modelled* source_of(const Modelled& sequence) const;
   std::int64_t shareable(const Modelled& sequence) const;
@@ -234,6 +261,10 @@ class Model {
   OutputLengths everybody_;
   std::map<std::uint32_t, OutputLengths> lengths_;  // by tenant
   RecomputeGovernor governor_;
+  // How long steps take, by the same arithmetic, of what the model knows of each.
+  StepTimeModel step_time_;
+  StepWork step_work_;
+  Nanoseconds planned_at_ = 0;
   std::map<std::uint32_t, BlockNanoseconds> closed_time_;  // by tenant
   ModelCounts counts_;
   // How much of the report was explained.

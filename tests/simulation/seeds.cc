@@ -19,6 +19,11 @@ TEST_CASE("the engine agrees with the model, whatever happens in whatever order"
   }
   REQUIRE(arms.size() == kArms);
   CHECK(arms[Arm::kThrash].counts.preemptions > 0);
+  std::int64_t sat_out = 0;
+  for (const auto& [arm, outcome] : arms) {
+    sat_out += outcome.counts.sat_out;
+  }
+  CHECK(sat_out > 20);
   CHECK(arms[Arm::kEdges].counts.preemptions > 0);
   CHECK(arms[Arm::kChunks].counts.chunks > 0);
   CHECK(arms[Arm::kCancels].cancelled_in_step > 0);

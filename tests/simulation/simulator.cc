@@ -37,6 +37,7 @@ void Outcome::add(const Outcome& other) {
   counts.preemptions_max = std::max(counts.preemptions_max, other.counts.preemptions_max);
   counts.passes_max = std::max(counts.passes_max, other.counts.passes_max);
   counts.held_for_memory += other.counts.held_for_memory;
+  counts.sat_out += other.counts.sat_out;
   counts.wait_steps_max = std::max(counts.wait_steps_max, other.counts.wait_steps_max);
   for (std::size_t i = 0; i < std::size(counts.ends); ++i) {
     counts.ends[i] += other.counts.ends[i];

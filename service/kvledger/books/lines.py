@@ -214,6 +214,8 @@ def receipt_line(ended: EndedRequest, when: datetime) -> dict[str, object]:
         "delayed": receipt.prefill_delayed + receipt.decode_delayed,
         "compute": receipt.compute,
     }
+    if receipt.preemptions:
+        line["preempted_for"] = receipt.preempted_for
     if receipt.cost is not None:
         line["memory_nanos"] = receipt.cost.memory_nanos
         line["compute_nanos"] = receipt.cost.compute_nanos

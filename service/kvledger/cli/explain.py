@@ -80,6 +80,32 @@ def table(response: diagnosis_pb2.ExplainResponse) -> str:
         )
     lines.append(
         f"{response.prompt_tokens} prompt tokens, {response.reused_tokens} of them reused; "
-        f"{response.output_tokens} made; preempted {response.preemptions} times"
+        f"{response.output_tokens} made; preempted {times(response.preemptions)}"
     )
+    if response.preemptions:
+        lines.append(why_preempted(response))
     return "\n".join(line.rstrip() for line in lines)
+
+
+def why_preempted(response: diagnosis_pb2.ExplainResponse) -> str:
+    """A sentence: for what a request lost its blocks, and what that cost it."""
+    reasons = response.preemption_reasons
+    told = reasons.other_tenant + reasons.stepped_back
+    counts = {
+        "for others of its own tenant": reasons.own_tenant,
+        "for another tenant": reasons.other_tenant,
+        "because nobody behind it had blocks to give": reasons.stepped_back,
+        "for room that all share": reasons.shared_capacity - told,
+        "while its tokens were not read": reasons.unread,
+    }
+    why = ", ".join(f"{times(count)} {words}" for words, count in counts.items() if count)
+    waited = response.preempted.ToNanoseconds() / 1e6
+    return (
+        f"it lost its blocks {why}; that cost it {response.recomputed_tokens} tokens computed "
+        f"again and {waited:.1f} ms of waiting"
+    )
+
+
+def times(count: int) -> str:
+    """How often, in words."""
+    return {1: "once", 2: "twice"}.get(count, f"{count} times")

@@ -28,7 +28,7 @@ from kvledger.errors import BooksUnavailable, FieldViolation, InvalidRequest, Re
 from kvledger.rpc.calls import this_call
 from kvledger.rpc.diagnosis_messages import Served, changes_of, compare, fill
 from kvledger.rpc.errors import abort
-from kvledger.rpc.translation import duration, told_wait
+from kvledger.rpc.translation import duration, preemption_reasons, told_wait
 from kvledger.tenants.roles import Role
 from kvledger.v1 import diagnosis_pb2, diagnosis_pb2_grpc
 
@@ -192,6 +192,8 @@ def _explained(ended: EndedRequest, *, for_client: bool) -> diagnosis_pb2.Explai
         output_tokens=receipt.output_tokens,
         reused_tokens=receipt.cached_prompt_tokens,
         preemptions=receipt.preemptions,
+        recomputed_tokens=receipt.recomputed_tokens,
+        preemption_reasons=preemption_reasons(receipt, for_client=for_client),
     )
     for name, part in parts.items():
         getattr(response, name).CopyFrom(duration(part))

@@ -153,6 +153,26 @@ def block_time(nanoseconds: int) -> generation_pb2.BlockTime:
     return generation_pb2.BlockTime(seconds=seconds, nanos=nanos)
 
 
+def preemption_reasons(
+    receipt: Receipt, *, for_client: bool
+) -> generation_pb2.PreemptionReasons | None:
+    """What a request was preempted for; None if it was not.
+
+    A client is not told who else needed room that all share, nor that nobody else did.
+    """
+    if not receipt.preemptions:
+        return None
+    reasons = generation_pb2.PreemptionReasons(
+        own_tenant=receipt.preempted_own,
+        shared_capacity=receipt.preempted_others + receipt.preempted_itself,
+        unread=receipt.preempted_paused,
+    )
+    if not for_client:
+        reasons.other_tenant = receipt.preempted_others
+        reasons.stepped_back = receipt.preempted_itself
+    return reasons
+
+
 def receipt_message(
     receipt: Receipt,
     request_id: str,
@@ -196,6 +216,7 @@ def receipt_message(
         preempted_time=duration(told_wait(receipt.requeued)),
         client_request_id=label,
         format_saved=block_time(saved_by_format),
+        preemption_reasons=preemption_reasons(receipt, for_client=True),
     )
 
 

@@ -15,7 +15,7 @@ from engine_harness import without_forecast
 from google.protobuf import duration_pb2
 from reuse_harness import BLOCK, TenantsServer, operated_tenants, prompt
 from scripted_model import PATIENCE, Gate
-from server_harness import refusal_of, until
+from server_harness import Answer, refusal_of, until
 from tenants_harness import bearer
 
 from kvledger.cli import main
@@ -157,13 +157,14 @@ async def test_no_less_could_be_reused_than_was(clinic: Clinic) -> None:
 async def test_a_pool_that_is_too_small_is_found_in_a_real_server(crowded: Clinic) -> None:
     """The diagnosis would only know made-up figures."""
     their = crowded.their
+    answers: list[Answer] = []
     for _ in range(3):
         asked = [
             their.ask(who, prompt(f"{who}{number}", 40), max_tokens=60)
             for number in range(3)
             for who in ("acme", "globex")
         ]
-        await their.server.at_once(*asked)
+        answers += await their.server.at_once(*asked)
     now = (await crowded.diagnosis()).now
     assert "pool" in [finding.name for finding in now.findings]
     pool = next(finding for finding in now.findings if finding.name == "pool")
@@ -172,6 +173,21 @@ async def test_a_pool_that_is_too_small_is_found_in_a_real_server(crowded: Clini
     assert set(now.preemptions) <= {"for_another", "for_itself", "paused"}
     preempted = sum(their.server.core.core.step_books.preemptions.tolist())
     assert sum(now.preemptions.values()) == preempted > 0
+    # What each was preempted for: exactly to operators, without others to its client.
+    whys = []
+    for answer in answers:
+        if answer.finished.receipt.preemptions:
+            seen = await crowded.explained("ops", answer.accepted.request_id)
+            whys.append(seen.preemption_reasons)
+            told = await crowded.explained(seen.tenant, answer.accepted.request_id)
+            assert told.preemption_reasons == answer.finished.receipt.preemption_reasons
+            assert (told.preemption_reasons.other_tenant, told.preemption_reasons.stepped_back) == (
+                0,
+                0,
+            )
+            assert told.recomputed_tokens == answer.finished.receipt.recomputed_tokens
+    assert any(why.other_tenant + why.stepped_back for why in whys)
+    assert all(why.shared_capacity == why.other_tenant + why.stepped_back for why in whys)
 
 
 async def test_it_says_who_is_there_now(tmp_path: Path) -> None:

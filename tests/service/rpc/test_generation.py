@@ -322,6 +322,11 @@ async def test_more_requests_than_room_all_end() -> None:
         assert all(answer.kinds.count("accepted") == 1 for answer in answers)
         assert sum(receipt.preemptions for receipt in receipts) > 0, "it was tight"
         assert max(receipt.preemptions for receipt in receipts) <= 3
+        for receipt in receipts:
+            why = receipt.preemption_reasons
+            assert receipt.HasField("preemption_reasons") == (receipt.preemptions > 0)
+            assert why.own_tenant + why.shared_capacity + why.unread == receipt.preemptions
+        assert any(receipt.preemption_reasons.own_tenant for receipt in receipts)
         assert sum(receipt.recomputed_tokens for receipt in receipts) > 0
         await server.require_all_free()
 
