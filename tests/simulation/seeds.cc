@@ -11,7 +11,7 @@ using namespace kvledger::simulation;
 TEST_CASE("the engine agrees with the model, whatever happens in whatever order") {
   // If this fails, run `simulation --seed S --steps 1000` with the seed named.
   std::map<Arm, Outcome> arms;
-  for (std::uint64_t seed = 1; seed <= 40; ++seed) {
+  for (std::uint64_t seed = 1; seed <= 160; ++seed) {
     Simulator simulator(seed);
     CAPTURE(seed);
     CAPTURE(simulator.step());
