@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import structlog
+import pytest
 from engine_harness import Harness
+from log_capture import captured
 from prometheus_client import CollectorRegistry
 
+from kvledger import governor_log
 from kvledger.governor_log import GovernorLog
 from kvledger.metrics.clock import BooksClock
 from kvledger.metrics.governor import GovernorMetrics
@@ -30,7 +32,7 @@ def test_level_and_moves_are_shown_as_they_are() -> None:
     assert moves == {"raised": 3, "lowered": 1}
 
 
-def test_an_engine_that_computes_again_says_so() -> None:
+def test_an_engine_that_computes_again_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """The figures would be made up: the core's governor would never be asked."""
     harness = Harness(
         blocks=10, slots_per_block=4, context_tokens=64, sequences_max=8, forecast=False
@@ -38,10 +40,10 @@ def test_an_engine_that_computes_again_says_so() -> None:
     assert harness.engine.governor == (0, 0, 0)
     for sequence in range(12):
         harness.submit(sequence, "abcabcabc", max_tokens=20, ignore_eos=True)
-    with structlog.testing.capture_logs() as lines:
-        harness.engine.start()
-        again = sum(int(harness.receipt(sequence)["recomputed_tokens"]) for sequence in range(12))
-        harness.close()
+    lines = captured(monkeypatch, governor_log)
+    harness.engine.start()
+    again = sum(int(harness.receipt(sequence)["recomputed_tokens"]) for sequence in range(12))
+    harness.close()
     assert again > 0
     level, raised, lowered = harness.engine.governor
     assert (level, raised, lowered) == (1, 1, 0)
@@ -50,17 +52,17 @@ def test_an_engine_that_computes_again_says_so() -> None:
     assert 0.02 < moved["recomputed_share"] < 1
 
 
-def test_each_move_is_logged_once() -> None:
+def test_each_move_is_logged_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """An operator would look for the minute in which it began among lines of every step."""
     core = SimpleNamespace(governor=(0, 0, 0), recomputed_share=0.0)
     log = GovernorLog(core)
-    with structlog.testing.capture_logs() as lines:
-        log.look()
-        core.governor, core.recomputed_share = (1, 1, 0), 0.031415926
-        log.look()
-        log.look()
-        core.governor, core.recomputed_share = (0, 1, 1), 0.004
-        log.look()
+    lines = captured(monkeypatch, governor_log)
+    log.look()
+    core.governor, core.recomputed_share = (1, 1, 0), 0.031415926
+    log.look()
+    log.look()
+    core.governor, core.recomputed_share = (0, 1, 1), 0.004
+    log.look()
     assert [(line["event"], line["level"], line["recomputed_share"]) for line in lines] == [
         ("governor_raised", 1, 0.0314),
         ("governor_lowered", 0, 0.004),

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import structlog
 import torch
 from hub_models import (
     EMBEDDINGS,
@@ -20,6 +19,7 @@ from hub_models import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from log_capture import captured
 from stepping import logits_after, served
 from tiny_model import TinyShape, random_weights, transformers_model, write_gguf
 
@@ -187,10 +187,10 @@ def test_the_context_ends_where_a_window_would_hide_tokens(
     assert llama_config(values, "tiny")[0].context_tokens == context
 
 
-def test_a_capped_context_is_told(tmp_path: Path) -> None:
+def test_a_capped_context_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An operator would not learn why long prompts are refused."""
-    with structlog.testing.capture_logs() as lines:
-        llama_config(config_values(tmp_path, "mistral", {"sliding_window": 100}), "tiny")
+    lines = captured(monkeypatch, hub_config)
+    llama_config(config_values(tmp_path, "mistral", {"sliding_window": 100}), "tiny")
     assert lines == [
         {
             "event": "context_capped_at_sliding_window",

@@ -8,11 +8,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import structlog
+import pytest
 from book_writer import receipt
+from log_capture import captured
 from scoped_core import ScopedCore
 from test_recent_requests import ended
 
+from kvledger import admission
 from kvledger.admission import _log_end
 from kvledger.books.lines import receipt_line
 from kvledger.cli.explain import table, times, why_preempted
@@ -59,12 +61,12 @@ def test_the_books_have_what_there_was() -> None:
     assert "preempted_for" not in receipt_line(request, NOON)
 
 
-def test_the_log_has_them_where_there_were_any() -> None:
+def test_the_log_has_them_where_there_were_any(monkeypatch: pytest.MonkeyPatch) -> None:
     """An operator who has no books kept could not tell why a request took so long."""
     entry: Any = SimpleNamespace(request_id="id", tenant="t", samples=1, constraint=None)
-    with structlog.testing.capture_logs() as lines:
-        _log_end(entry, preempted(own=2, paused=1))
-        _log_end(entry, receipt())
+    lines = captured(monkeypatch, admission)
+    _log_end(entry, preempted(own=2, paused=1))
+    _log_end(entry, receipt())
     first, second = lines
     assert first["event"] == second["event"] == "request_finished"
     assert first["preempted_for"] == {"own": 2, "paused": 1}

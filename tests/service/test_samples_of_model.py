@@ -130,7 +130,7 @@ def test_a_preempted_prompt_is_told_once(path: Path, monkeypatch: pytest.MonkeyP
     """A caller would get tokens of its prompt twice."""
     without_forecast(monkeypatch)
     run = Run(path, "--max-sequences", "8", "--kv-blocks", "9").run(
-        *(job(10 * i, i, prompt_logprobs=0, max_tokens=60) for i in range(1, 5))
+        *(job(10 * i, i, prompt_logprobs=0, max_tokens=90) for i in range(1, 5))
     )
     assert sum(int(receipt["preemptions"]) for receipt in run.receipts.values()) > 0
     for i in range(1, 5):
