@@ -10,7 +10,6 @@ each prompt is printed (pytest -rP shows it).
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -112,7 +111,10 @@ def test_chunks_do_not_matter(budget: int, weights: str, tokens: int) -> None:
 def test_preemption_does_not_matter(weights: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sequence that lost its blocks and was computed again must go on as before."""
     # Who looks ahead lets nobody in who would have to go again.
-    monkeypatch.setattr("kvledger.engine.CoreEngine", partial(_core.Engine, forecast=False))
+    monkeypatch.setattr(
+        "kvledger.engine.CoreEngine",
+        lambda **settings: _core.Engine(**{**settings, "forecast": False}),
+    )
     with Harness("--weights", weights, "--kv-format", "f32", "--kv-blocks", "150") as harness:
         longest_first(harness)
     check_identical(harness)
