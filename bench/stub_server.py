@@ -36,6 +36,7 @@ from kvledger.log import configure
 from kvledger.models.config import LlamaConfig
 from kvledger.models.llama import Llama
 from kvledger.models.opening import open_model
+from kvledger.planning.floors import ModelWork
 from kvledger.served_model import ServedModel
 from kvledger.server import Server
 from kvledger.settings import Settings, load_settings
@@ -159,6 +160,7 @@ def stub_model(
         tokens_max=core.sequence_tokens_max,
         core=core,
         llama=cast(Llama, StubModel(settings.sequences_max, token, pace)),
+        work=ModelWork(0, 0, {}, {}, 0.0, 0),
         memory=LoadedMemory(),
     )
 
